@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jingu.formats.gguf import ARCHITECTURES
+from jingu.formats.gguf_names import ARCHITECTURES, written_classes
 from jingu.model.components import LayerSpec, RotaryPositions
 from jingu.model.families import FAMILIES, Family
 from jingu.model.families.name_map import TABLES
@@ -121,10 +121,8 @@ def row(family: Family) -> str:
 
 def gguf_name(family: Family) -> str:
     """Return llama.cpp's name of the family's architecture; empty if jingu has no GGUF for it."""
-    for name, table in ARCHITECTURES.items():
-        if family.architectures[0] in (table["hugging_face"], *table.get("aliases", ())):
-            return f"`{name}`"
-    return ""
+    names = [name for name, table in ARCHITECTURES.items() if family.architectures[0] in written_classes(table)]
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def components(family: Family) -> Iterator[str]:

@@ -111,7 +111,7 @@ def _change_config(spec: ModelSpec, source: Mapping[str, Any]) -> dict[str, Any]
         source: a config of the same family.
     """
     family = FAMILIES[spec.family]
-    original = family.spec_from_hf(source)
+    original = family.spec_from_hf(family.complete(source, is_part=False))
     head = family.classifier if spec.score_head else family.architectures[0]
     # A model that was saved without its head has one now.
     known_architectures = (*family.architectures, family.classifier)
@@ -131,7 +131,7 @@ def _change_config(spec: ModelSpec, source: Mapping[str, Any]) -> dict[str, Any]
     kept_keys = {key: value for key, value in source.items() if key not in obsolete or key.endswith("_token_id")}
     for config in ({**kept_keys, **names, **changes}, {**kept_keys, **names, **after}):
         with suppress(JinguError):
-            if family.spec_from_hf(config) == spec:
+            if family.spec_from_hf(family.complete(config, is_part=False)) == spec:
                 return config
     return None
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from jingu.chat.chat_format import find_chat_format
 from jingu.checkpoint.manifest import safetensors_header
@@ -25,7 +24,7 @@ from jingu.formats.models import open_model
 from jingu.formats.provenance import copy_provenance
 from jingu.formats.quantized_forms import FORMS, Form, QuantizedDtype, choose_form
 from jingu.formats.safetensors import CHUNK_ELEMENTS
-from jingu.formats.stored_model import StoredModel
+from jingu.formats.stored_model import StoredModel, normalize_head
 from jingu.model.families import FAMILIES, Family, constant_tensors, equivalent_spec, map_tensors
 from jingu.model.families.name_map import IDENTITY, TRANSPOSE, TensorMapping
 from jingu.model.parameter_table import keeps_wide
@@ -94,17 +93,6 @@ def write_model(model: StoredModel, to: Path, dtype: str, check: bool, calibrate
         print(f"Its answers end with the text {chat_format.stop[0]!r}, which is no token: set it as a stop string.")
 
 
-def _normalize_head(read: ReadTensor) -> ReadTensor:
-    """Return a version of `read` that divides each row of the head's weight by its norm, as Baichuan 2's head does."""
-
-    def read_normalized(name: str) -> Tensor:
-        value = read(name)
-        wide = torch.promote_types(value.dtype, torch.float32)
-        return normalize(value.to(wide)) if name == "head.weight" else value
-
-    return read_normalized
-
-
 def export_hf(
     spec: ModelSpec,
     read: ReadTensor,
@@ -142,7 +130,7 @@ def export_hf(
     # Convert the model to a family that transformers has, if possible.
     same = equivalent_spec(spec)
     if same.normalize_lm_head != spec.normalize_lm_head:
-        read = _normalize_head(read)
+        read = normalize_head(read)
     spec = same
     family = FAMILIES[spec.family]
     # Describe the model in config.json.

@@ -25,7 +25,16 @@ from torch import Tensor
 
 from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
-from jingu.formats.gguf_names import ARCHITECTURES, METADATA, architecture_entries, gguf_mappings
+from jingu.formats.gguf_names import (
+    ARCHITECTURES,
+    METADATA,
+    architecture_entries,
+    full_key,
+    gguf_mappings,
+    join_latents,
+    parts_of,
+)
+from jingu.formats.gguf_parts import FileContents, merge
 from jingu.formats.huggingface import StoredWeights, open_from_config
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
 from jingu.formats.stored_model import StoredModel
@@ -80,13 +89,17 @@ def open_gguf(path: Path) -> StoredModel:
         if metadata.get("general.type") == "adapter":
             fix = "Name the base model, and this file with `--adapter NAME=FILE`."
             raise JinguError("the file has adapters, and no model.", where=path, fix=fix)
-        config = hf_config(metadata, infos, path)
+        config = hf_config(metadata, infos, path, _read_divisors(path, infos))
         _check_metadata(metadata, config, library, path)
     except (ValueError, struct.error, OSError) as error:
         raise _damaged(path, error) from error
     name = metadata["general.architecture"]
     model = open_from_config(
-        path, path, config, lambda *_: _open_weights(path, library, infos), lambda spec: gguf_mappings(spec, name)
+        path,
+        path,
+        config,
+        lambda *_: _open_weights(path, library, infos, _numbers_by_name(metadata)),
+        lambda spec: gguf_mappings(spec, name),
     )
     matrices = [info for key, info in infos.items() if key.startswith("blk.")]
     num_4bit = sum(info.shape.numel() for info in matrices if info.dtype in _INT4_TYPES)
@@ -104,19 +117,46 @@ def open_gguf(path: Path) -> StoredModel:
     return replace(model, tokenizer_folder=folder)
 
 
-def _open_weights(path: Path, library: ModuleType, infos: Mapping[str, TensorLocation]) -> StoredWeights:
+def _numbers_by_name(metadata: Metadata) -> dict[str, float]:
+    """Return the parameters that are numbers in the metadata, one for each layer, by the names of their mappings."""
+    name = metadata["general.architecture"]
+    by_key = {key: metadata.get(full_key(name, key)) for key in ARCHITECTURES[name].get("numbers", {})}
+    layers = range(metadata[f"{name}.block_count"])
+    return {
+        f"blk.{layer}.{key}": values[layer] if isinstance(values, list) else values
+        for key, values in by_key.items()
+        for layer in layers
+        if values is not None
+    }
+
+
+def _open_weights(
+    path: Path, library: ModuleType, infos: Mapping[str, TensorLocation], numbers: Mapping[str, float]
+) -> StoredWeights:
     """Open the file's tensors.
 
     Args:
         infos: location of each tensor in the file, by its name.
+        numbers: parameters that are numbers in the metadata.
     """
     tensors = {name: info for name, info in infos.items() if name not in _COMPUTED_TENSORS}
+    shapes = {name: info.shape for name, info in tensors.items()}
+    shapes |= dict.fromkeys(numbers, torch.Size((1,)))
+    for name in [name for name in tensors if name.endswith(".attn_k_b.weight")]:
+        keys, values = shapes.pop(name), shapes.pop(name.replace("attn_k_b", "attn_v_b"))
+        joint = join_latents(torch.empty(keys, device="meta"), torch.empty(values, device="meta"))
+        shapes[name.replace("attn_k_b", "attn_kv_b")] = joint.shape
 
     def read(name: str, expert: int | None = None) -> Tensor:
+        if name in numbers:
+            return torch.tensor([numbers[name]])
+        if name not in tensors:
+            return join_latents(
+                read(name.replace("attn_kv_b", "attn_k_b")), read(name.replace("attn_kv_b", "attn_v_b"))
+            )
         info = tensors[name]
         return _read_tensor(path, library, info if expert is None else info.part(expert))
 
-    shapes = {name: info.shape for name, info in tensors.items()}
     largest = max(infos.values(), key=lambda info: info.bytes)
     return StoredWeights(shapes, read, largest.dtype if isinstance(largest.dtype, torch.dtype) else torch.float32)
 
@@ -278,43 +318,68 @@ def _check_types(path: Path, library: ModuleType, infos: Mapping[str, TensorLoca
 # The model
 
 
-def hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Path) -> dict[str, Any]:
-    """Return the contents of the config.json that a Hugging Face folder of this model would have."""
+def hf_config(
+    metadata: Metadata, infos: Mapping[str, TensorLocation], path: Path, divisors: Tensor | None
+) -> dict[str, Any]:
+    """Return the contents of the config.json that a Hugging Face folder of this model would have.
+
+    Args:
+        divisors: what rotary frequencies are divided by (rope_freqs.weight); None: the file does not say.
+    """
     name = str(metadata.get("general.architecture"))
     experts = metadata.get(f"{name}.expert_count") or 0
     if name not in ARCHITECTURES or (experts and "expert_count" not in metadata_keys(name).values()):
         with_experts = " with experts" if name in ARCHITECTURES else ""
         what = f"jingu does not support the architecture {name}{with_experts} in GGUF"
+        if name in METADATA["unread"]:
+            what = f"{what}. Missing: {METADATA['unread'][name]}"
         raise unread_architecture(what, [name], path, FAMILIES)
     if "token_embd.weight" not in infos:
         raise ValueError("there is no token_embd.weight")
 
     def get(key: str) -> Any:
-        return metadata.get(f"{name}.{key}")
+        return metadata.get(full_key(name, key))
 
     table = ARCHITECTURES[name]
-    class_name = "MixtralForCausalLM" if experts and name == "llama" else table["hugging_face"]
-    if "windowed" in table and get("attention.sliding_window"):
-        class_name = table["windowed"]
+    variant = find_variant(name, get)
     config = {
-        "architectures": [class_name],
+        "architectures": [variant["hugging_face"]],
         "vocab_size": infos["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in infos,
         "norm_topk_prob": True,
         **architecture_entries(name, "constants"),
+        **variant.get("constants", {}),
     }
     config |= {key: get(gguf_key) for key, gguf_key in metadata_keys(name).items() if get(gguf_key) is not None}
     for key, gguf_key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
         config[f"{key}_token_id"] = metadata.get(f"tokenizer.ggml.{gguf_key}_token_id")
     if has_head_size(name):
-        config |= {**_head_config(table, get), "rope_scaling": _rope_scaling(metadata, name, infos, path)}
+        config |= {**_head_config(table, get), "rope_scaling": _rope_scaling(metadata, name, divisors, path)}
     config |= {key: f"blk.0.{tensor}" in infos for key, tensor in table.get("biases", _BIASES).items()}
     if "mixer_head_size" in table:
         config[table["mixer_head_size"]] = (get("ssm.inner_size") or 0) // (get("ssm.time_step_rank") or 1)
+    try:
+        for part in parts_of(name):
+            config = merge(config, part.read(FileContents(get, infos, divisors)))
+    except JinguError as error:
+        raise JinguError(error.what, where=path, fix=error.fix) from error
     config = {key: value for key, value in config.items() if value is not None}
     if not isinstance(_layers(config), int) or _layers(config) > len(infos):
         raise ValueError(f"{_layers(config)} layers in {len(infos)} tensors")
     return config
+
+
+def find_variant(name: str, get: Callable[[str], Any]) -> Mapping[str, Any]:
+    """Return the entry in gguf.toml of a file: that of its architecture, or of a variant whose metadata it has.
+
+    Args:
+        get: returns a value of the metadata.
+    """
+    table: Mapping[str, Any] = ARCHITECTURES[name]
+    for variant in table.get("variants", ()):
+        if all(get(key) if value is True else (get(key) or 0) == value for key, value in variant["when"].items()):
+            return {**table, **variant}
+    return table
 
 
 def _head_config(table: Mapping[str, Any], get: Callable[[str], Any]) -> dict[str, Any]:
@@ -353,11 +418,14 @@ def _check_metadata(metadata: Metadata, config: Metadata, library: ModuleType, p
         config: the model's config in Hugging Face's form, from `hf_config`.
     """
     name = metadata["general.architecture"]
-    known_keys = {*metadata_keys(name).values(), *METADATA["harmless"]}
+    known_keys = {*metadata_keys(name).values(), *METADATA["harmless"], *ARCHITECTURES[name].get("numbers", ())}
+    known_keys |= {key for part in parts_of(name) for key in part.keys}
+    variant = find_variant(name, lambda key: metadata.get(f"{name}.{key}"))
+    fixed = {**architecture_entries(name, "fixed"), **variant.get("fixed", {})}
     values = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     in_library = {key.removeprefix("{arch}.") for key in _library_keys(library.Keys)}
-    for key in sorted(values.keys() - known_keys):
-        neutral = {**METADATA["neutral"], **architecture_entries(name, "fixed")}.get(key)
+    for key in sorted(values.keys() - (known_keys - fixed.keys())):
+        neutral = {**METADATA["neutral"], **fixed}.get(key)
         value = values[key]
         if value == neutral or (neutral is None and not value):
             continue
@@ -371,7 +439,8 @@ def _check_metadata(metadata: Metadata, config: Metadata, library: ModuleType, p
         )
     head_dim = config.get("head_dim")
     is_partial = head_dim and values.get("rope.dimension_count", head_dim) != head_dim
-    if is_partial and not ARCHITECTURES[name].get("has_partial_rotary"):
+    table = ARCHITECTURES[name]
+    if is_partial and not (table.get("has_partial_rotary") or table.get("has_proportional_rotary")):
         raise JinguError(
             f"only {values['rope.dimension_count']} of a head's {head_dim} dims are rotated, which jingu does not "
             "support in GGUF.",
@@ -393,16 +462,20 @@ def _layers(config: Metadata) -> Any:
     return config.get("num_hidden_layers", config.get("n_layer"))
 
 
-def _rope_scaling(
-    metadata: Metadata, name: str, infos: Mapping[str, TensorLocation], path: Path
-) -> dict[str, Any] | None:
+def _read_divisors(path: Path, infos: Mapping[str, TensorLocation]) -> Tensor | None:
+    """Return what the file divides rotary frequencies by; None: it does not."""
+    info = infos.get("rope_freqs.weight")
+    return None if info is None else map_tensor(path, info.begin, info.shape, _TORCH_DTYPES["F32"]).double()
+
+
+def _rope_scaling(metadata: Metadata, name: str, divisors: Tensor | None, path: Path) -> dict[str, Any] | None:
     """Return the `rope_scaling` of the architecture `name` for config.json; None if frequencies are not scaled."""
     # Older files have a factor of linear scaling under a key of its own.
     legacy = metadata.get(f"{name}.rope.scale_linear")
     factor = metadata.get(f"{name}.rope.scaling.factor") or legacy
     kind = metadata.get(f"{name}.rope.scaling.type") or ("linear" if factor not in (None, 0.0, 1.0) else "none")
-    if "rope_freqs.weight" in infos:
-        return _llama3_scaling(path, infos["rope_freqs.weight"], float(metadata.get(f"{name}.rope.freq_base", 10000.0)))
+    if divisors is not None and not ARCHITECTURES[name].get("has_proportional_rotary"):
+        return llama3_scaling(path, divisors, float(metadata.get(f"{name}.rope.freq_base", 10000.0)))
     if kind == "none":
         return None
     scaling = {
@@ -414,26 +487,28 @@ def _rope_scaling(
     return {key: value for key, value in scaling.items() if value is not None}
 
 
-def _llama3_scaling(path: Path, info: TensorLocation, base: float) -> dict[str, Any]:
+def llama3_scaling(path: Path, divisors: Tensor, base: float) -> dict[str, Any]:
     """Return the rotary scaling of Llama 3.1 and later, from the tensor by which frequencies are divided.
 
     Args:
-        info: location of that tensor, rope_freqs.weight.
+        divisors: that tensor, rope_freqs.weight.
         base: base of the rotary frequencies.
 
     Raises:
         JinguError: the tensor is not that of a scaling by Llama 3's rule.
     """
-    divisors = map_tensor(path, info.begin, info.shape, _TORCH_DTYPES["F32"]).double()
-    # All Llama 3 models share these values. The factor is the largest divisor.
+    # Llama 3 and 4 share the first value and the last, and 3 and 4 have one of the others each. The factor is the
+    # largest divisor.
     low = 1.0
-    high = 4.0
     context = 8192
     factor = float(divisors.max())
     # The full rotations of a frequency within the original context decide how much of the factor applies to it.
     turns = context * base ** -(torch.arange(len(divisors), dtype=torch.float64) / len(divisors)) / (2 * torch.pi)
-    interpolation = ((turns - low) / (high - low)).clamp(0, 1)
-    if not torch.allclose(divisors, 1 / ((1 - interpolation) / factor + interpolation), rtol=1e-4):
+    for high in (4.0, 1.0):
+        interpolation = ((turns - low) / (high - low)).clamp(0, 1) if high > low else (turns > low).double()
+        if torch.allclose(divisors, 1 / ((1 - interpolation) / factor + interpolation), rtol=1e-4):
+            break
+    else:
         raise JinguError(
             "the file scales rotary frequencies by factors (rope_freqs.weight) that are not those of Llama 3.",
             where=path,

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -27,16 +27,25 @@ from jingu.errors import JinguError
 from jingu.formats.description import build_config
 from jingu.formats.gguf import has_head_size, hf_config, metadata_keys
 from jingu.formats.gguf_check import check_gguf
-from jingu.formats.gguf_names import ARCHITECTURES, architecture_entries, gguf_mappings
+from jingu.formats.gguf_names import (
+    ARCHITECTURES,
+    architecture_entries,
+    full_key,
+    gguf_mappings,
+    parts_of,
+    split_latents,
+    written_classes,
+)
 from jingu.formats.huggingface import find_family
 from jingu.formats.importance import Importance, measure_importance
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
-from jingu.formats.stored_model import StoredModel
+from jingu.formats.stored_model import StoredModel, normalize_head
 from jingu.model.components import LinearScaling, Llama3Scaling, RotaryPositions, YarnScaling
 from jingu.model.families import FAMILIES, equivalent_spec
 from jingu.model.families.name_map import TensorMapping
+from jingu.model.feed_forward_specs import Experts
 from jingu.model.rotary import rotary_frequencies
-from jingu.model.spec import ModelSpec, rotary_dim
+from jingu.model.spec import ModelSpec, replace_fields, rotary_dim
 from jingu.runtime.files import fsync_path, write_error, write_text_atomically
 from jingu.runtime.log import log_info
 from jingu.tables import flatten
@@ -62,7 +71,11 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = CHUNK_ELEMENTS // 4
 # The types that llama.cpp keeps in fp32 in every file: vectors, and routers.
 _FP32_NAMES = ("ffn_gate_inp.weight",)
+# The matrix of latents' keys and values, which is divided.
+_LATENTS = "attn_kv_b.weight"
 
+
+_AS_FOLDER = "Export the model as a Hugging Face folder (--to FOLDER)."
 
 # Fields of a spec that change what it computes, beside those of its layers and norms.
 _COMPUTED = (
@@ -109,10 +122,8 @@ def export_gguf(
         raise JinguError("the file exists already.", where=to, fix="Delete it first, or choose another name.")
     if dtype == "auto":
         dtype = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(model.dtype, "fp32")
-    spec = equivalent_spec(model.spec)
-    if spec.mtp_layers:
-        log_info(f"{to}: the layers of multi-token prediction are left out, which llama.cpp does not use.")
-        spec = spec.model_copy(update={"mtp_layers": 0})
+    model = _as_llama_cpp(model, to)
+    spec = model.spec
     name = find_architecture(spec, to)
     tokenizer = Tokenizer.load(model.tokenizer())
     metadata = _model_metadata(spec, name, model, to) | tokenizer_metadata(tokenizer, spec.vocab_size)
@@ -120,6 +131,7 @@ def export_gguf(
     fp32 = library.GGMLQuantizationType.F32
     tensors = _output_tensors(spec, name, model, fp32, library, to)
     _check_round_trip(spec, name, metadata, [tensor.name for tensor in tensors], to)
+    metadata |= _number_metadata(spec, name, model, library, to)
     odd_matrices = [tensor for tensor in tensors if len(tensor.shape) > 1 and tensor.shape[-1] % _SUPERBLOCK]
     if odd_matrices and dtype in LLAMA_CPP_TYPES and dtype != "iq4_nl":
         log_info(
@@ -143,6 +155,26 @@ def export_gguf(
     write_text_atomically(to.with_name("Modelfile"), _modelfile(to, model))
 
 
+def _as_llama_cpp(model: StoredModel, to: Path) -> StoredModel:
+    """Return a model as llama.cpp can describe it: of a known family, and without what it does not compute."""
+    spec, read = equivalent_spec(model.spec), model.read
+    if spec.normalize_lm_head != model.spec.normalize_lm_head:
+        read = normalize_head(read)
+    if spec.mtp_layers:
+        log_info(f"{to}: the layers of multi-token prediction are left out, which llama.cpp does not use.")
+        spec = spec.model_copy(update={"mtp_layers": 0})
+    if spec.tie_word_embeddings and ARCHITECTURES[find_architecture(spec, to)].get("needs_head"):
+        spec, read = spec.model_copy(update={"tie_word_embeddings": False}), _copy_embedding(read)
+    return replace(model, spec=spec, read=read)
+
+
+def _copy_embedding(read: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def read_copy(name: str, expert: int | None = None) -> Tensor:
+        return read("embedding.weight" if name == "head.weight" else name, expert)
+
+    return read_copy
+
+
 @contextmanager
 def partial_file(to: Path) -> Iterator[Path]:
     """Yield the path of a file that becomes `to` if the context ends without an error."""
@@ -160,22 +192,37 @@ def find_architecture(spec: ModelSpec, to: Path) -> str:
     """Return GGUF's name of the architecture of a model. Raises JinguError if llama.cpp would compute another model."""
     family = FAMILIES[spec.family]
     architecture = family.architectures[0]
-    names = {table["hugging_face"]: name for name, table in ARCHITECTURES.items()}
-    names |= {alias: name for name, table in ARCHITECTURES.items() for alias in table.get("aliases", ())}
-    names |= {table["windowed"]: name for name, table in ARCHITECTURES.items() if "windowed" in table}
+    has_experts = _experts(spec) is not None
+    names = [name for name, table in ARCHITECTURES.items() if architecture in written_classes(table)]
+    if len(names) > 1:
+        names = [name for name in names if ("expert_count" in metadata_keys(name).values()) == has_experts]
+    table = ARCHITECTURES[names[0]] if names else {}
     problem, attention = "", spec.attention
     if spec.adapter is not None or spec.score_head:
         problem = "llama.cpp has no such model: it has adapters that cannot be merged, or a score head"
-    elif architecture not in names:
+    elif not names:
         problem = f"jingu does not write {architecture} as GGUF"
-    elif ARCHITECTURES[names[architecture]].get("equal_heads") and attention.num_kv_heads != attention.num_heads:
+    elif table.get("equal_heads") and attention.num_kv_heads != attention.num_heads:
         problem = "llama.cpp computes this architecture only with as many key-value heads as heads"
     elif attention.sliding_window is not None and attention.sliding_window < spec.max_position_embeddings:
         problem = f"llama.cpp ignores the window of {attention.sliding_window:,} tokens of this architecture"
+    elif "folded" in table and spec.tie_word_embeddings and spec.embedding_scale != spec.logit_scale:
+        problem = "llama.cpp has no scalars of embedding and logits for a tied head"
+    elif has_experts and spec.experts is not None and _has_best_groups(spec.experts):
+        problem = "llama.cpp scores groups of experts by their two best experts, and this model by the best one"
     if problem:
-        fix = "Export it as a Hugging Face folder (--to FOLDER)."
-        raise JinguError(f"{problem}.", where=to, fix=fix)
-    return names[architecture]
+        raise JinguError(f"{problem}.", where=to, fix=_AS_FOLDER)
+    return names[0]
+
+
+def _experts(spec: ModelSpec) -> Experts | None:
+    """Return the experts of a model; None: no layer has some."""
+    return next((layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, Experts)), None)
+
+
+def _has_best_groups(experts: Experts) -> bool:
+    router = experts.router
+    return router.type == "top_k" and router.num_groups > 1 and router.group_score == "best"
 
 
 def _check_round_trip(spec: ModelSpec, name: str, metadata: dict[str, Any], names: list[str], to: Path) -> None:
@@ -187,8 +234,9 @@ def _check_round_trip(spec: ModelSpec, name: str, metadata: dict[str, Any], name
     vocabulary = TensorLocation(torch.Size((spec.vocab_size, spec.hidden_size)), torch.float32, 0, 0)
     # Scaling by Llama 3's rule is in a tensor.
     infos = {each: vocabulary for each in names if each != "rope_freqs.weight"}
-    config = hf_config({**metadata, "general.architecture": name}, infos, to)
-    both = [_numbers(each) for each in (spec, find_family(config, to).spec_from_hf(config))]
+    config = hf_config({**metadata, "general.architecture": name}, infos, to, _proportional_divisors(spec))
+    written = replace_fields(spec, **ARCHITECTURES[name].get("folded", {}))
+    both = [_numbers(each) for each in (written, find_family(config, to).spec_from_hf(config))]
     differing = sorted(key for key in both[0].keys() | both[1].keys() if both[0].get(key) != both[1].get(key))
     if differing:
         key = differing[0]
@@ -209,6 +257,10 @@ def _numbers(spec: ModelSpec) -> dict[str, Any]:
         if not layer.has_attention:
             # What attention and its positions would be.
             del parts["attention"], parts["position"]
+        elif isinstance(layer.position, RotaryPositions):
+            # The number of pairs counts.
+            size = layer.attention.head_dim
+            parts["position"]["partial_rotary_factor"] = int(size * layer.position.partial_rotary_factor / 2)
         fields |= flatten(parts, f"layers.{number}.")
     fields |= flatten({"norm": spec.norm.model_dump()})
     return {key: round(value, 6) if isinstance(value, float) else value for key, value in fields.items()}
@@ -234,6 +286,7 @@ def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) ->
             values["rope.freq_base_swa"] = bases[0]
     values["vocab_size"] = spec.vocab_size
     values.setdefault("context_length", spec.max_position_embeddings)
+    values.setdefault("block_count", spec.num_layers)
     # GPT-2's config leaves it out where it is four times the hidden size.
     values.setdefault("feed_forward_length", spec.default_layer.intermediate_size)
     if "attention.head_count_kv" in keys.values():
@@ -245,17 +298,39 @@ def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) ->
         values["full_attention_interval"] = 1 + [layer.has_attention for layer in spec.layers].index(True)
     if "mixer_head_size" in ARCHITECTURES[name]:
         values["ssm.inner_size"] = config[ARCHITECTURES[name]["mixer_head_size"]] * values["ssm.time_step_rank"]
-    if spec.experts is not None:
-        values["expert_count"] = spec.experts.num_experts
-        values["expert_feed_forward_length"] = spec.experts.intermediate_size
-        if spec.experts.shared_intermediate_size:
-            values["expert_shared_feed_forward_length"] = spec.experts.shared_intermediate_size
+    experts = _experts(spec)
+    if experts is not None:
+        values["expert_count"] = experts.num_experts
+        values["expert_feed_forward_length"] = experts.intermediate_size
+        if experts.shared_intermediate_size:
+            values["expert_shared_feed_forward_length"] = experts.shared_intermediate_size
     values |= architecture_entries(name, "fixed")
-    values |= _scaling_metadata(spec, to)
-    return metadata | {f"{name}.{key}": value for key, value in values.items()}
+    variants = ARCHITECTURES[name].get("variants", ())
+    class_name = FAMILIES[spec.family].architectures[0]
+    for variant in [variant for variant in variants if variant["hugging_face"] == class_name][:1]:
+        values |= {key: value for key, value in variant["when"].items() if value is not True}
+        values |= variant.get("fixed", {})
+    values |= _scaling_metadata(spec, name, to)
+    try:
+        for part in parts_of(name):
+            values |= part.write(spec)
+    except JinguError as error:
+        raise JinguError(error.what, where=to, fix=_AS_FOLDER) from error
+    return metadata | {full_key(name, key): value for key, value in values.items()}
 
 
-def _scaling_metadata(spec: ModelSpec, to: Path) -> dict[str, Any]:
+def _number_metadata(spec: ModelSpec, name: str, model: StoredModel, library: ModuleType, to: Path) -> dict[str, Any]:
+    """Return the metadata that are parameters of the model: a list with a number for each layer."""
+    values: dict[str, list[float]] = {}
+    keys = architecture_entries(name, "numbers")
+    for mapping in _mappings(spec, name, library, to):
+        key = mapping.hf_name.split(".", 2)[-1]
+        if key in keys:
+            values.setdefault(full_key(name, key), []).append(float(model.read(next(iter(mapping.jingu_shapes)))))
+    return values
+
+
+def _scaling_metadata(spec: ModelSpec, name: str, to: Path) -> dict[str, Any]:
     """Return the metadata of scaled rotary frequencies. Llama 3's scaling is a tensor (`rope_freqs.weight`)."""
     if not isinstance(spec.position, RotaryPositions):
         return {}
@@ -264,9 +339,10 @@ def _scaling_metadata(spec: ModelSpec, to: Path) -> dict[str, Any]:
     if isinstance(scaling, LinearScaling):
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
     elif isinstance(scaling, YarnScaling):
+        has_weights = any("rope.scaling.yarn_log_multiplier" in part.keys for part in parts_of(name))
         usual = 0.1 * np.log(scaling.factor) + 1
         is_usual = abs(scaling.attention_factor - usual) < 1e-6 and (scaling.beta_fast, scaling.beta_slow) == (32, 1)
-        if not is_usual or not scaling.truncate:
+        if not (is_usual or has_weights) or not scaling.truncate:
             raise _refuse_model("this variant of YaRN", to)
         values |= {
             "rope.scaling.type": "yarn",
@@ -279,8 +355,7 @@ def _scaling_metadata(spec: ModelSpec, to: Path) -> dict[str, Any]:
 
 
 def _refuse_model(what: str, to: Path) -> JinguError:
-    fix = "Export the model as a Hugging Face folder (--to FOLDER)."
-    return JinguError(f"llama.cpp does not compute {what}.", where=to, fix=fix)
+    return JinguError(f"llama.cpp does not compute {what}.", where=to, fix=_AS_FOLDER)
 
 
 def _end_tokens(model: StoredModel, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -355,9 +430,14 @@ def _mappings(spec: ModelSpec, name: str, library: ModuleType, to: Path) -> list
     stems = {library.TENSOR_NAMES[tensor] for tensor in library.MODEL_TENSORS[number]}
     for mapping in mappings:
         stem = re.sub(r"\.\d+\.", ".{bid}.", mapping.hf_name)
-        if stem not in stems and stem.rpartition(".")[0] not in stems:
+        if not stems & {stem, stem.rpartition(".")[0]} and not _is_number(stem, name):
             raise _refuse_model(f"models of this architecture with {mapping.hf_name}", to)
     return mappings
+
+
+def _is_number(stem: str, name: str) -> bool:
+    """Return whether a parameter is a number in the metadata, given its name with `{bid}`."""
+    return stem.removeprefix("blk.{bid}.") in architecture_entries(name, "numbers")
 
 
 def matrix_mappings(spec: ModelSpec, name: str, library: ModuleType, to: Path) -> list[TensorMapping]:
@@ -371,6 +451,7 @@ def matrix_mappings(spec: ModelSpec, name: str, library: ModuleType, to: Path) -
         if len(mapping.shape) == 2 + mapping.transform.of_experts
         and "embedding.weight" not in mapping.jingu_shapes
         and not (mapping.transform.of_experts and len(mapping.jingu_shapes) > 1)
+        and not mapping.hf_name.endswith(_LATENTS)
     ]
 
 
@@ -393,13 +474,46 @@ def _output_tensors(
     tensors = []
     for mapping in _mappings(spec, name, library, to):
         shape = tuple(mapping.shape)
+        if mapping.hf_name.split(".", 2)[-1] in architecture_entries(name, "numbers"):
+            continue
+        if mapping.hf_name.endswith(_LATENTS):
+            tensors += _latent_tensors(mapping, model, kind, library)
+            continue
         kind_of_tensor = _kind_of(mapping.hf_name, shape, kind, library)
         tensors.append(_OutputTensor(mapping.hf_name, shape, kind_of_tensor, partial(_read_parts, mapping, model)))
+    divisors = _proportional_divisors(spec)
     if isinstance(spec.position, RotaryPositions) and isinstance(spec.position.scaling, Llama3Scaling):
         divisors = _frequency_divisors(spec.position, spec.attention.head_dim)
-        fp32 = library.GGMLQuantizationType.F32
-        tensors.append(_OutputTensor("rope_freqs.weight", tuple(divisors.shape), fp32, lambda: iter([divisors])))
+    if divisors is not None:
+        fp32, factors = library.GGMLQuantizationType.F32, divisors
+        tensors.append(_OutputTensor("rope_freqs.weight", tuple(factors.shape), fp32, lambda: iter([factors])))
     return tensors
+
+
+def _latent_tensors(mapping: TensorMapping, model: StoredModel, kind: Any, library: ModuleType) -> list[_OutputTensor]:
+    """Return the tensors of the keys and of the values of latents, which are one parameter."""
+    (parameter,) = mapping.jingu_shapes
+
+    def read(part: int) -> Iterator[Tensor]:
+        yield split_latents(model.read(parameter).detach(), mapping.spec)[part]
+
+    tensors = []
+    for number, leaf in enumerate(("attn_k_b", "attn_v_b")):
+        name = mapping.hf_name.replace("attn_kv_b", leaf)
+        shape = tuple(split_latents(torch.empty(mapping.shape, device="meta"), mapping.spec)[number].shape)
+        tensors.append(_OutputTensor(name, shape, _kind_of(name, shape, kind, library), partial(read, number)))
+    return tensors
+
+
+def _proportional_divisors(spec: ModelSpec) -> Tensor | None:
+    """Return what the frequencies of proportional positions are divided by, which rotate some pairs of a head alone."""
+    for layer in spec.layers:
+        position, size = layer.position, layer.attention.head_dim
+        if isinstance(position, RotaryPositions) and position.proportional:
+            divisors = torch.full((size // 2,), 1e30)
+            divisors[: int(size * position.partial_rotary_factor / 2)] = 1.0
+            return divisors
+    return None
 
 
 def _frequency_divisors(position: RotaryPositions, size: int) -> Tensor:

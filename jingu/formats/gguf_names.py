@@ -1,8 +1,12 @@
-"""Names and layouts of jingu's parameters in GGUF files: the tables `names` of gguf.toml, in both directions."""
+"""Names and layouts of jingu's parameters in GGUF files: the tables `names` of gguf.toml, in both directions.
+
+Latent attention has one matrix for keys and values in jingu. Files have one for each, or one for both if they are older
+(`split_latents`, `join_latents`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -10,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from jingu.formats.gguf_parts import PARTS, Part
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families.name_map import (
     IDENTITY,
@@ -20,6 +25,7 @@ from jingu.model.families.name_map import (
     expand_rules,
     rules_of_names,
 )
+from jingu.model.feed_forward_specs import GatedFeedForward
 from jingu.model.mixer_specs import GatedDelta, StateSpace
 from jingu.model.spec import ModelSpec
 from jingu.tables import read_table
@@ -87,6 +93,39 @@ def _add_one(tensor: Tensor, spec: ModelSpec) -> Tensor:
     return tensor.float() + 1
 
 
+def _scaled(scale: Callable[[ModelSpec, int], Tensor | float]) -> Transform:
+    """Return the transform of weights that files have multiplied by the scalars of their spec.
+
+    Args:
+        scale: returns the factor, or one for each row, given the spec and the number of dims: 1 for biases.
+    """
+
+    def factor(tensor: Tensor, spec: ModelSpec) -> Tensor:
+        return torch.as_tensor(scale(spec, tensor.dim()), device=tensor.device)
+
+    return Transform(
+        lambda tensor, spec: tensor / factor(tensor, spec), lambda tensor, spec: tensor * factor(tensor, spec)
+    )
+
+
+def _input_scale(spec: ModelSpec, dims: int) -> float:
+    return spec.attention.input_scale if dims > 1 else 1.0
+
+
+def _gated(spec: ModelSpec) -> GatedFeedForward:
+    assert isinstance(spec.feed_forward, GatedFeedForward)
+    return spec.feed_forward
+
+
+def _part_scales(spec: ModelSpec, dims: int) -> Tensor:
+    """Return what the rows of gate, x, b, c and step are multiplied by."""
+    mixer = _mixer(spec, StateSpace)
+    inner, shared = mixer.num_heads * mixer.head_dim, mixer.num_groups * mixer.state_size
+    sizes = torch.tensor([inner, inner, shared, shared, mixer.num_heads])
+    rows = torch.tensor(mixer.part_scales).repeat_interleave(sizes)
+    return rows[:, None] * mixer.input_scale if dims > 1 else rows
+
+
 _OFFSET = Transform(lambda tensor, spec: tensor.float() - 1, _add_one)
 _TRANSFORMS = {
     **TRANSFORMS,
@@ -105,6 +144,15 @@ _TRANSFORMS = {
     "tiled_columns": _head_order(lambda mixer: mixer.value_head_dim, dim=1),
     "tiled_values": _head_order(lambda mixer: mixer.value_head_dim, is_behind_keys=True),
     "tiled_rates": _both(Transform(_log_rates, _rates), _head_order(lambda mixer: 1)),
+    "embedding_scale": _scaled(lambda spec, dims: float(spec.embedding_scale)),
+    "logit_scale": _scaled(lambda spec, dims: spec.logit_scale),
+    "input_scale": _scaled(_input_scale),
+    "key_scale": _scaled(lambda spec, dims: spec.attention.key_scale * _input_scale(spec, dims)),
+    "output_scale": _scaled(lambda spec, dims: spec.attention.output_scale),
+    "gate_scale": _scaled(lambda spec, dims: _gated(spec).gate_scale),
+    "down_scale": _scaled(lambda spec, dims: _gated(spec).output_scale),
+    "part_scales": _scaled(_part_scales),
+    "mixer_output_scale": _scaled(lambda spec, dims: _mixer(spec, StateSpace).output_scale),
 }
 
 
@@ -118,6 +166,26 @@ def architecture_entries(architecture: str, table: str) -> dict[str, Any]:
     entry = ARCHITECTURES[architecture]
     groups = [*(_SHARED[group] for group in entry.get("like", ())), entry]
     return {name: value for group in groups for name, value in group.get(table, {}).items()}
+
+
+def written_classes(table: Mapping[str, Any]) -> set[str]:
+    """Return the architectures of transformers that are written under a name of GGUF, given its entry in gguf.toml."""
+    if table.get("is_read_only"):
+        return set()
+    variants = [variant["hugging_face"] for variant in table.get("variants", ())]
+    return {table["hugging_face"], *table.get("aliases", ()), *variants}
+
+
+def full_key(architecture: str, key: str) -> str:
+    """Return the whole name of a key of metadata. Most begin with the architecture."""
+    return key if key.startswith("xielu.") else f"{architecture}.{key}"
+
+
+def parts_of(architecture: str) -> list[Part]:
+    """Return the parts of an architecture: those of the groups that it is like, and its own."""
+    entry = ARCHITECTURES[architecture]
+    groups = [*(_SHARED[group] for group in entry.get("like", ())), entry]
+    return [PARTS[name] for group in groups for name in group.get("parts", ())]
 
 
 def gguf_mappings(spec: ModelSpec, architecture: str) -> list[TensorMapping]:
@@ -134,13 +202,45 @@ def _rules(architecture: str) -> tuple[NameRule, ...]:
     transforms = {**_SHARED["transforms"], **architecture_entries(architecture, "transforms")}
     names = {**_SHARED["names"], **architecture_entries(architecture, "names")}
     rules: list[NameRule] = []
-    for name, jingu_name in names.items():
-        if jingu_name is not False:
+    for name, jingu_names in names.items():
+        for jingu_name in [jingu_names] if isinstance(jingu_names, str) else jingu_names or []:
             rules += rules_of_names({name: jingu_name}, _TRANSFORMS[transforms.get(name, "same")])
+    for key, is_met in (("names_if", True), ("names_unless", False)):
+        for condition, names_of_some in architecture_entries(architecture, key).items():
+            rules += rules_of_names(names_of_some, when=partial(_meets, condition, is_met))
+    numbers = architecture_entries(architecture, "numbers")
+    rules += [NameRule(f"blk.*.{key}", (name,)) for key, name in numbers.items()]
     if ARCHITECTURES[architecture].get("norm_offset"):
         rules = [replace(rule, transform=_OFFSET) if _has_offset(rule.hf_name) else rule for rule in rules]
     return tuple(rules)
 
 
+def _meets(condition: str, is_met: bool, spec: ModelSpec) -> bool:
+    """Return whether a condition of gguf.toml is met by a model, or is not."""
+    latent = spec.attention.latent
+    conditions = {
+        "two_norms": spec.block_order == "parallel",
+        "query_latent": latent is not None and latent.query_rank is not None,
+    }
+    return conditions[condition] == is_met
+
+
 def _has_offset(name: str) -> bool:
     return name.endswith("norm.weight") and not name.endswith(_PLAIN_NORMS)
+
+
+def split_latents(joint: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """Divide the matrix of a latent's keys and values into those of files: keys [H, R, K], values [H, V, R].
+
+    H heads, R rank of the latent, K dims of a key that are not rotated, V dims of a value.
+    """
+    part = spec.attention
+    assert part.latent is not None
+    heads = joint.unflatten(0, (part.num_heads, -1))
+    keys, values = heads.split([part.head_dim - part.latent.rotary_dim, part.value_size], 1)
+    return keys.transpose(1, 2).contiguous(), values
+
+
+def join_latents(keys: Tensor, values: Tensor) -> Tensor:
+    """The inverse of `split_latents`. It also works on the meta device."""
+    return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)

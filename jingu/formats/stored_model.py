@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from jingu.checkpoint.mapped_files import expect_repeated_reads
 from jingu.checkpoint.remote import CheckpointPath
@@ -393,3 +394,14 @@ def compare_shapes(model_shapes: Shapes, file_shapes: Shapes, where: CheckpointP
         )
         error.tensors = tensors
         raise error
+
+
+def normalize_head(read: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a version of `read` that divides each row of the head's weight by its norm, as Baichuan 2's head does."""
+
+    def read_normalized(name: str, expert: int | None = None) -> Tensor:
+        value = read(name) if expert is None else read(name, expert)
+        wide = torch.promote_types(value.dtype, torch.float32)
+        return normalize(value.to(wide)) if name == "head.weight" else value
+
+    return read_normalized

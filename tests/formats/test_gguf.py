@@ -24,9 +24,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from jingu.cli import main
 from jingu.errors import JinguError
-from jingu.formats.gguf import _llama3_scaling
+from jingu.formats.gguf import llama3_scaling
 from jingu.formats.models import open_model
-from jingu.formats.safetensors import TensorLocation
 from jingu.formats.stored_model import load_model
 from jingu.infer.generate import InferenceOptions
 from jingu.text.sentencepiece import _message
@@ -204,7 +203,6 @@ def test_the_spec_equals_the_models(tmp_path: Path) -> None:
 
 def test_the_scaling_of_llama_3_is_derived_from_its_factors(tmp_path: Path) -> None:
     """The factors as llama.cpp's converter computes them, from the published scaling."""
-    path = tmp_path / "factors"
     for factor in (8.0, 32.0):
         factors = []
         for dim in range(0, 128, 2):
@@ -213,10 +211,9 @@ def test_the_scaling_of_llama_3_is_derived_from_its_factors(tmp_path: Path) -> N
             between = 1 / ((1 - smooth) / factor + smooth)
             factors.append(1.0 if wavelength < 8192 / 4 else factor if wavelength > 8192 else between)
         for change in (1, 1.01):
-            (np.asarray(factors, dtype=np.float32) * np.float32(change)).tofile(path)
-            info = TensorLocation(torch.Size([64]), torch.float32, 0, 256)
+            divisors = torch.tensor(factors).double() * change
             if change == 1:
-                assert _llama3_scaling(path, info, 5e5) == {
+                assert llama3_scaling(tmp_path, divisors, 5e5) == {
                     "rope_type": "llama3",
                     "factor": factor,
                     "low_freq_factor": 1.0,
@@ -225,7 +222,7 @@ def test_the_scaling_of_llama_3_is_derived_from_its_factors(tmp_path: Path) -> N
                 }
             else:
                 with pytest.raises(JinguError, match="not those of Llama 3"):
-                    _llama3_scaling(path, info, 5e5)
+                    llama3_scaling(tmp_path, divisors, 5e5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the package: random blocks hold infinities
@@ -423,6 +420,7 @@ def test_an_unsupported_tokenizer_is_reported_when_it_is_used(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"general.architecture": "t5"}, "architecture t5 in GGUF. Missing: encoder-decoders in GGUF"),
         ({"general.architecture": "lama"}, "does not support the architecture lama in GGUF. `jingu model list`"),
         ({"llama.expert_count": 8, "llama.expert_used_count": 2}, r"missing: blk\.0\.ffn_gate_inp\.weight"),
         ({"llama.rope.scaling.type": "odd"}, "rope_scaling to 'odd', which is not supported"),

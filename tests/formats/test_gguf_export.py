@@ -77,7 +77,7 @@ CONFIGS |= {
     "gemma2": transformers.Gemma2Config(
         **SIX, **KINDS, head_dim=24, query_pre_attn_scalar=24, layer_types=PATTERN[2], final_logit_softcapping=5.0
     ),
-    "gemma3": transformers.Gemma3TextConfig(
+    "gemma3_text": transformers.Gemma3TextConfig(
         **SIX, **KINDS, head_dim=24, query_pre_attn_scalar=24, layer_types=PATTERN[6],
         rope_parameters={
             "sliding_attention": {**ROPE, "rope_theta": 10000.0},
@@ -103,7 +103,7 @@ CONFIGS |= {
     "starcoder2": transformers.Starcoder2Config(**SIZES, sliding_window=None),
     "stablelm": transformers.StableLmConfig(**SIZES, use_qkv_bias=True),
     "arcee": transformers.ArceeConfig(**SIZES, pad_token_id=0),
-    "hunyuan": transformers.HunYuanDenseV1Config(**SIZES, head_dim=24, pad_token_id=0),
+    "hunyuan_v1_dense": transformers.HunYuanDenseV1Config(**SIZES, head_dim=24, pad_token_id=0),
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 EQUAL = {**SIZES, "num_key_value_heads": 4}
@@ -133,6 +133,9 @@ CONFIGS |= {
         moe_layer_start_index=1, moe_layer_interval=1,
     ),
     "granitemoe": transformers.GraniteMoeConfig(**SIZES, **MOE, **GRANITE, num_local_experts=4, pad_token_id=0),
+    "granitemoeshared": transformers.GraniteMoeSharedConfig(
+        **SIZES, **MOE, **GRANITE, num_local_experts=4, shared_intermediate_size=48, pad_token_id=0
+    ),
     "gpt_neox": transformers.GPTNeoXConfig(**EQUAL, rotary_pct=0.25),
     "gpt_neox-sequential": transformers.GPTNeoXConfig(**SIZES, use_parallel_residual=False),
     "phi": transformers.PhiConfig(**EQUAL, hidden_act="gelu_new"),
@@ -150,10 +153,10 @@ HYBRID = {**GRANITE, **MAMBA, "layer_types": ["mamba", "attention", "mamba"], "p
 CONFIGS |= {
     "lfm2": transformers.Lfm2Config(**SIZES, **CONV, block_auto_adjust_ff_dim=False),
     "lfm2_moe": transformers.Lfm2MoeConfig(**SIZES, **CONV, **EXPERTS, num_experts=4, num_dense_layers=1),
-    "granite_hybrid": transformers.GraniteMoeHybridConfig(
+    "granitemoehybrid": transformers.GraniteMoeHybridConfig(
         **SIZES, **HYBRID, **MOE, num_local_experts=4, shared_intermediate_size=48
     ),
-    "granite_hybrid-dense": transformers.GraniteMoeHybridConfig(
+    "granitemoehybrid-dense": transformers.GraniteMoeHybridConfig(
         **SIZES, **HYBRID, num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=96
     ),
     "mamba2": transformers.Mamba2Config(
@@ -161,8 +164,8 @@ CONFIGS |= {
         eos_token_id=0, bos_token_id=0, pad_token_id=0,
     ),
     "qwen3_next": transformers.Qwen3NextConfig(**SIZES, **DELTA, **SHARED, mlp_only_layers=[]),
-    "qwen3_5": transformers.Qwen3_5TextConfig(**SIZES, **DELTA),
-    "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig(**SIZES, **DELTA, **SHARED),
+    "qwen3_5_text": transformers.Qwen3_5TextConfig(**SIZES, **DELTA),
+    "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig(**SIZES, **DELTA, **SHARED),
 }  # fmt: skip
 CONFIGS |= {
     "falcon": transformers.FalconConfig(
@@ -182,7 +185,7 @@ CONFIGS |= {
     "bloom": transformers.BloomConfig(
         vocab_size=317, hidden_size=64, n_layer=3, n_head=4, eos_token_id=0, bos_token_id=0
     ),
-    "hunyuan_moe": transformers.HunYuanMoEV1Config(**SIZES, num_experts=4, moe_topk=2, head_dim=16, pad_token_id=0),
+    "hunyuan_v1_moe": transformers.HunYuanMoEV1Config(**SIZES, num_experts=4, moe_topk=2, head_dim=16, pad_token_id=0),
     "gpt_oss": transformers.GptOssConfig(
         **SIZES,
         **MOE,
@@ -205,7 +208,139 @@ CONFIGS |= {
         layer_types=PATTERN[4],
     ),
 }
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 18, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6,
+    "v_head_dim": 14, "pad_token_id": 0,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}  # fmt: skip
+GROUPS = {**DEEPSEEK, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.334},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.334},
+}
+# Latent attention, and layers with shapes or positions of their own.
+CONFIGS |= {
+    "ministral3": transformers.Ministral3Config(
+        **SIZES, head_dim=24, pad_token_id=0,
+        rope_parameters={**YARN, "llama_4_scaling_beta": 0.3, "beta_fast": 20.0, "beta_slow": 1.0},
+    ),
+    "apertus": transformers.ApertusConfig(**SIZES, pad_token_id=0, rope_parameters=LLAMA3),
+    "apertus-tied": transformers.ApertusConfig(**SIZES, **TIED, pad_token_id=0, rope_parameters=ROPE),
+    "deepseek_v2": transformers.DeepseekV2Config(
+        **{**SIZES, **DEEPSEEK, **LATENT, "norm_topk_prob": False},
+        rope_parameters={**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "deepseek_v2-lite": transformers.DeepseekV2Config(
+        **{**SIZES, **DEEPSEEK, **LATENT, "q_lora_rank": None, "norm_topk_prob": False}, rope_parameters=ROPE
+    ),
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **{**SIZES, **GROUPS, **LATENT}, rope_parameters=YARN, num_nextn_predict_layers=0
+    ),
+    "glm4_moe_lite": transformers.Glm4MoeLiteConfig(
+        **{**SIZES, **DEEPSEEK, **LATENT, "first_k_dense_replace": None}, mlp_layer_types=["dense", "sparse", "sparse"],
+        rms_norm_eps=1e-6, rope_parameters=ROPE, num_nextn_predict_layers=0,
+    ),
+    "mistral4": transformers.Mistral4Config(
+        **{**SIZES, **GROUPS, **LATENT}, rope_parameters={**YARN, "type": "yarn", "llama_4_scaling_beta": 0.3},
+    ),
+    "llama4_text": transformers.Llama4TextConfig(
+        **SIX, num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=80, head_dim=16, pad_token_id=0,
+        interleave_moe_layer_step=2, rope_parameters=ROPE,
+    ),
+    "exaone_moe": transformers.ExaoneMoeConfig(
+        **SIX, **EXPERTS, num_experts=8, num_shared_experts=1, n_group=4, topk_group=2, sliding_window=7,
+        layer_types=PATTERN[4], mlp_layer_types=["dense"] + ["sparse"] * 6, pad_token_id=0,
+    ),
+    "mimo_v2_flash": transformers.MiMoV2FlashConfig(
+        **{**SIX, **EXPERTS, "num_key_value_heads": 1}, n_routed_experts=4, head_dim=24, v_head_dim=14,
+        sliding_window=7, layer_types=PATTERN[4], mlp_layer_types=["dense", "sparse", "dense", *["sparse"] * 4],
+        rope_parameters=TWO_ROPES, n_group=1, topk_group=1, pad_token_id=0,
+    ),
+    "solar_open": transformers.SolarOpenConfig(
+        **{**SIZES, **DEEPSEEK, "first_k_dense_replace": 0}, head_dim=24, pad_token_id=0, partial_rotary_factor=1.0,
+    ),
+    "falcon-two-norms": transformers.FalconConfig(
+        vocab_size=317, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_kv_heads=2,
+        new_decoder_architecture=True, eos_token_id=0, bos_token_id=0,
+    ),
+    "glm": transformers.GlmConfig(**SIZES, head_dim=16, attention_bias=True, pad_token_id=0),
+}  # fmt: skip
+FALCON = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_n_groups": 2,
+    "attention_in_multiplier": 0.7, "key_multiplier": 1.9, "attention_out_multiplier": 0.6, "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.9, 1.1, 0.7, 1.3, 0.8], "mlp_multipliers": [0.8, 1.4],
+    "embedding_multiplier": 5.0, "lm_head_multiplier": 0.4, "head_dim": 16, "pad_token_id": 0,
+}  # fmt: skip
+NEMOTRON = {
+    **SIZES, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 24,
+    "pad_token_id": 0,
+}  # fmt: skip
+del NEMOTRON["num_hidden_layers"]
+GEMMA4 = {
+    **SIX, "layer_types": PATTERN[4], "sliding_window": 7, "head_dim": 16, "global_head_dim": 24, "pad_token_id": 0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 700.0, "partial_rotary_factor": 0.25},
+    },
+    "final_logit_softcapping": 5.0, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 317, **TIED,
+    # llama.cpp looks GELU up in fp16.
+    "initializer_range": 0.03,
+}  # fmt: skip
+GEMMA4["layer_types"] = [*GEMMA4["layer_types"][:6], "full_attention"]
+CONFIGS |= {
+    "falcon_h1": transformers.FalconH1Config(**SIZES, **FALCON, mamba_rms_norm=True, mamba_norm_before_gate=False),
+    "falcon_h1-plain": transformers.FalconH1Config(**SIZES, **FALCON, mamba_rms_norm=False, mlp_bias=True),
+    "nemotron_h": transformers.NemotronHConfig(
+        **NEMOTRON, layers_block_type=["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"]
+    ),
+    "nemotron_h-experts": transformers.NemotronHConfig(
+        **NEMOTRON, **EXPERTS, n_routed_experts=4, moe_shared_expert_intermediate_size=48, routed_scaling_factor=1.7,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe", "linear_attention"], moe_latent_size=40,
+    ),
+    "gemma4_text": transformers.Gemma4TextConfig(**GEMMA4),
+    "gemma4_unified_text": transformers.Gemma4UnifiedTextConfig(
+        **{key: value for key, value in GEMMA4.items() if "per_layer_input" not in key},
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+    ),
+    "gemma4_text-equal": transformers.Gemma4TextConfig(
+        **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1
+    ),
+    "gemma4_text-experts": transformers.Gemma4TextConfig(
+        **{**GEMMA4, "num_hidden_layers": 3, "layer_types": GEMMA4["layer_types"][:1] + GEMMA4["layer_types"][-2:]},
+        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32,
+    ),
+    "gemma4_text-shared": transformers.Gemma4TextConfig(
+        **{**GEMMA4, "hidden_size_per_layer_input": 8}, num_kv_shared_layers=3, use_double_wide_mlp=True
+    ),
+}  # fmt: skip
+OPT = {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 64}
 needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama_cpp is not installed")
+
+
+def build(name: str) -> Any:
+    """Return a random model of a family, with random biases and norms."""
+    torch.manual_seed(0)
+    config = CONFIGS[name]
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    kind = mapping.get(type(config), transformers.Mistral4ForCausalLM)
+    model = kind(config)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if any(part in parameter_name for part in ("norm", "bias", "ln_", "alpha", "scale")):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+                # In bf16, so that norms stored as w and as w - 1 are the same to the bit.
+                parameter.copy_(parameter.bfloat16())
+            if "router.proj" in parameter_name:
+                # llama.cpp looks GELU up in fp16: no two experts have almost the same score.
+                parameter.mul_(100)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith(("layer_scalar", "correction_bias")):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -218,14 +353,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     def make(name: str) -> Path:
         folder = parent / name
         if not folder.is_dir():
-            torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
-            with torch.no_grad():
-                for parameter_name, parameter in model.named_parameters():
-                    if any(part in parameter_name for part in ("norm", "bias", "ln_")):
-                        parameter.add_(torch.randn_like(parameter) * 0.1)
-                        # In bf16, so that norms stored as w and as w - 1 are the same to the bit.
-                        parameter.copy_(parameter.bfloat16())
+            model = build(name)
             model.save_pretrained(folder)
             tokenizer.save(folder)
         return folder
@@ -239,7 +367,11 @@ def logits_of(path: Path, ids: torch.Tensor) -> torch.Tensor:
         return decoder.logits(decoder(Inputs(ids)))
 
 
-QUICK = {"llama3", "mixtral", "qwen2", "qwen3_moe", "gpt2", "gemma3", "phi3", "cohere2", "granite", "starcoder2"}
+QUICK = {
+    "llama3", "mixtral", "qwen2", "qwen3_moe", "gpt2", "gemma3_text", "phi3", "cohere2", "granite", "starcoder2",
+    "ministral3", "apertus-tied", "deepseek_v3", "mimo_v2_flash", "nemotron_h-experts", "gemma4_text-shared",
+    "gemma4_text-experts",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -250,11 +382,48 @@ def test_the_numbers_come_back(name: str, make_model: Callable[[str], Path], tmp
     file = tmp_path / "model.gguf"
     assert main(["export", str(source), "--to", str(file), "--dtype", "fp32"]) == 0
     ids = torch.arange(100)[None] * 7 % 317
-    assert torch.equal(logits_of(file, ids), logits_of(source, ids))
+    actual, expected = logits_of(file, ids), logits_of(source, ids)
+    # The scalars of Falcon-H1 are multiplied into its weights.
+    assert torch.equal(actual, expected) or ("falcon_h1" in name and torch.allclose(actual, expected, atol=1e-5))
     assert Tokenizer.load(open_model(file).tokenizer()).encode("isn't it? 中文 12345") == (
         Tokenizer.load(source).encode("isn't it? 中文 12345")
     )
     assert (tmp_path / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2-lite", "deepseek_v3"])
+def test_the_older_form_of_latent_attention_is_read(
+    name: str, make_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Older files have one matrix for the keys and values of latents, and sizes of heads as in plain attention."""
+    source, file, older = make_model(name), tmp_path / "model.gguf", tmp_path / "older.gguf"
+    assert main(["export", str(source), "--to", str(file), "--dtype", "fp32"]) == 0
+    state = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+    reader = gguf.GGUFReader(file)
+    changes = {"attention.key_length_mla": None, "attention.value_length_mla": None}
+    changes |= {"attention.key_length": 16, "attention.value_length": 14, "attention.head_count_kv": 4}
+    writer = gguf.GGUFWriter(older, "deepseek2")
+    for key, field in reader.fields.items():
+        value = changes.get(key.removeprefix("deepseek2."), field.contents())
+        if value is None or key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        if len(field.types) > 1:
+            writer.add_array(key, value)
+        else:
+            writer.add_key_value(key, value, field.types[0])
+    for tensor in reader.tensors:
+        if "attn_k_b" in tensor.name:
+            layer = tensor.name.split(".")[1]
+            joint = state[f"model.layers.{layer}.self_attn.kv_b_proj.weight"].numpy()
+            writer.add_tensor(f"blk.{layer}.attn_kv_b.weight", joint)
+        elif "attn_v_b" not in tensor.name:
+            writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ids = torch.arange(100)[None] * 7 % 317
+    assert torch.equal(logits_of(older, ids), logits_of(source, ids))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama3", "qwen2"])
@@ -301,7 +470,28 @@ def test_rows_that_are_no_whole_blocks_stay_fp16(tmp_path: Path) -> None:
     [
         (CONFIGS["llama"], ["--dtype", "q4_k_m"], "needs the package llama-cpp-python"),
         (transformers.MistralConfig(**SIZES, sliding_window=64), [], "ignores the window of 64 tokens"),
-        (transformers.GlmConfig(**SIZES, head_dim=16, pad_token_id=1), [], "does not write GlmForCausalLM as GGUF"),
+        (transformers.OPTConfig(vocab_size=317, **OPT), [], "does not write OPTForCausalLM as GGUF"),
+        (
+            transformers.DeepseekV2Config(**{**SIZES, **GROUPS, **LATENT}, topk_method="group_limited_greedy"),
+            [],
+            "scores groups of experts by their two best experts",
+        ),
+        (
+            transformers.DeepseekV3Config(**{**SIZES, **DEEPSEEK, **LATENT}, rope_parameters={**YARN, "mscale": 0.5}),
+            [],
+            "it would have layers.0.position.scaling.attention_factor = 1.0 instead of 0.93",
+        ),
+        (transformers.FalconH1Config(**SIZES, **FALCON, **TIED), [], "no scalars of embedding and logits for a tied"),
+        (
+            transformers.NemotronHConfig(**NEMOTRON, **EXPERTS, layers_block_type=["full_attention", "moe", "mlp"]),
+            [],
+            "no models of this architecture with both experts and dense layers",
+        ),
+        (
+            transformers.Llama4TextConfig(**SIX, head_dim=16, pad_token_id=0, attention_chunk_size=64),
+            [],
+            "it would have layers.0.attention.chunk_size = 8192 instead of 64",
+        ),
         (
             transformers.LlamaConfig(**SIZES, rope_parameters=DYNAMIC),
             [],
@@ -392,7 +582,7 @@ def test_an_importance_matrix_reduces_the_error_of_important_columns(
 # Adapters
 
 
-ADAPTED = ["llama3", "mixtral", "qwen2", "qwen3_moe", "gpt2", "phi3", "gemma3", "qwen3_5"]
+ADAPTED = ["llama3", "mixtral", "qwen2", "qwen3_moe", "gpt2", "phi3", "gemma3_text", "qwen3_5_text"]
 
 
 def random_adapters(source: Path, **changes: Any) -> tuple[StoredModel, StoredModel]:

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from jingu.errors import JinguError
-from jingu.formats.gguf import ARCHITECTURES
+from jingu.formats.gguf_names import ARCHITECTURES, METADATA
 from jingu.formats.huggingface import open_hf
 from jingu.formats.unread import COMPONENTS, UNREAD, find_unread
 from jingu.model.families import FAMILIES
@@ -45,6 +45,13 @@ def test_unknown_architectures_get_no_hint(name: str, tmp_path: Path) -> None:
         open_hf(tmp_path)
     assert error.value.fix == "`jingu model list` shows the families that it reads."
     assert "Missing" not in error.value.what
+
+
+def test_each_architecture_of_llama_cpp_is_read_or_says_what_is_missing() -> None:
+    names = {name for name in gguf.MODEL_ARCH_NAMES.values() if name != "unknown"}
+    with_family = {name for entry in UNREAD.values() for name in entry.get("gguf", ())}
+    assert names <= {*ARCHITECTURES, *with_family, *METADATA["unread"]}
+    assert not set(METADATA["unread"]) & {*ARCHITECTURES, *with_family}
 
 
 def test_the_table_is_about_families_that_are_not_read() -> None:

@@ -218,7 +218,7 @@ class RopeDefaults:
 
     def read_query_scaling(self, config: HFConfig) -> SpecValues:
         """Return the fields of queries that grow with the position."""
-        rope = config.get("rope_parameters") or {}
+        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
         beta = rope.get("llama_4_scaling_beta")
         if beta and not self.has_query_scaling:
             raise unsupported_option("llama_4_scaling_beta", beta, "expected none")
