@@ -421,11 +421,11 @@ def _check_metadata(metadata: Metadata, config: Metadata, library: ModuleType, p
     known_keys = {*metadata_keys(name).values(), *METADATA["harmless"], *ARCHITECTURES[name].get("numbers", ())}
     known_keys |= {key for part in parts_of(name) for key in part.keys}
     variant = find_variant(name, lambda key: metadata.get(f"{name}.{key}"))
-    fixed = {**architecture_entries(name, "fixed"), **variant.get("fixed", {})}
+    constants = {**architecture_entries(name, "fixed"), **variant.get("fixed", {})}
     values = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     in_library = {key.removeprefix("{arch}.") for key in _library_keys(library.Keys)}
-    for key in sorted(values.keys() - (known_keys - fixed.keys())):
-        neutral = {**METADATA["neutral"], **fixed}.get(key)
+    for key in sorted(values.keys() - (known_keys - constants.keys())):
+        neutral = {**METADATA["neutral"], **constants}.get(key)
         value = values[key]
         if value == neutral or (neutral is None and not value):
             continue

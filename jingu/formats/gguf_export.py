@@ -235,8 +235,8 @@ def _check_round_trip(spec: ModelSpec, name: str, metadata: dict[str, Any], name
     # Scaling by Llama 3's rule is in a tensor.
     infos = {each: vocabulary for each in names if each != "rope_freqs.weight"}
     config = hf_config({**metadata, "general.architecture": name}, infos, to, _proportional_divisors(spec))
-    written = replace_fields(spec, **ARCHITECTURES[name].get("folded", {}))
-    both = [_numbers(each) for each in (written, find_family(config, to).spec_from_hf(config))]
+    file_spec = replace_fields(spec, **ARCHITECTURES[name].get("folded", {}))
+    both = [_numbers(each) for each in (file_spec, find_family(config, to).spec_from_hf(config))]
     differing = sorted(key for key in both[0].keys() | both[1].keys() if both[0].get(key) != both[1].get(key))
     if differing:
         key = differing[0]

@@ -93,7 +93,7 @@ def _add_one(tensor: Tensor, spec: ModelSpec) -> Tensor:
     return tensor.float() + 1
 
 
-def _scaled(scale: Callable[[ModelSpec, int], Tensor | float]) -> Transform:
+def _by_scale(scale: Callable[[ModelSpec, int], Tensor | float]) -> Transform:
     """Return the transform of weights that files have multiplied by the scalars of their spec.
 
     Args:
@@ -112,7 +112,7 @@ def _input_scale(spec: ModelSpec, dims: int) -> float:
     return spec.attention.input_scale if dims > 1 else 1.0
 
 
-def _gated(spec: ModelSpec) -> GatedFeedForward:
+def _feed_forward(spec: ModelSpec) -> GatedFeedForward:
     assert isinstance(spec.feed_forward, GatedFeedForward)
     return spec.feed_forward
 
@@ -144,15 +144,15 @@ _TRANSFORMS = {
     "tiled_columns": _head_order(lambda mixer: mixer.value_head_dim, dim=1),
     "tiled_values": _head_order(lambda mixer: mixer.value_head_dim, is_behind_keys=True),
     "tiled_rates": _both(Transform(_log_rates, _rates), _head_order(lambda mixer: 1)),
-    "embedding_scale": _scaled(lambda spec, dims: float(spec.embedding_scale)),
-    "logit_scale": _scaled(lambda spec, dims: spec.logit_scale),
-    "input_scale": _scaled(_input_scale),
-    "key_scale": _scaled(lambda spec, dims: spec.attention.key_scale * _input_scale(spec, dims)),
-    "output_scale": _scaled(lambda spec, dims: spec.attention.output_scale),
-    "gate_scale": _scaled(lambda spec, dims: _gated(spec).gate_scale),
-    "down_scale": _scaled(lambda spec, dims: _gated(spec).output_scale),
-    "part_scales": _scaled(_part_scales),
-    "mixer_output_scale": _scaled(lambda spec, dims: _mixer(spec, StateSpace).output_scale),
+    "embedding_scale": _by_scale(lambda spec, dims: float(spec.embedding_scale)),
+    "logit_scale": _by_scale(lambda spec, dims: spec.logit_scale),
+    "input_scale": _by_scale(_input_scale),
+    "key_scale": _by_scale(lambda spec, dims: spec.attention.key_scale * _input_scale(spec, dims)),
+    "output_scale": _by_scale(lambda spec, dims: spec.attention.output_scale),
+    "gate_scale": _by_scale(lambda spec, dims: _feed_forward(spec).gate_scale),
+    "down_scale": _by_scale(lambda spec, dims: _feed_forward(spec).output_scale),
+    "part_scales": _by_scale(_part_scales),
+    "mixer_output_scale": _by_scale(lambda spec, dims: _mixer(spec, StateSpace).output_scale),
 }
 
 
