@@ -29,7 +29,7 @@ from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import InferenceModel, Precision, check_language_model, load_chat_model
 from jingu.infer.inference_model import load as load_inference_model
 from jingu.infer.request import Request, Score
-from jingu.infer.sampling import SamplingOptions
+from jingu.infer.sampling import SamplingOptions, sampling_params
 from jingu.runtime.exit_codes import EXIT_INTERRUPTED
 from jingu.tune import publish
 from jingu.tune.row_formats import parse_messages
@@ -126,7 +126,7 @@ class Model:
         Raises:
             JinguError: a prompt does not fit the model's context, or a sampling parameter is out of range.
         """
-        params = self.inference_model.sampling_params(sampling)
+        params = sampling_params(sampling, self.inference_model.default_sampling)
         texts = [prompts] if isinstance(prompts, str) else prompts
         requests = []
         for text in texts:
@@ -179,7 +179,7 @@ class Model:
         except (ConversationError, TypeError) as error:
             raise JinguError(f"{error}.", where="messages") from error
         limit = max(1, min(max_tokens, self.engine.max_new_tokens(len(ids))))
-        params = self.inference_model.sampling_params(sampling)
+        params = sampling_params(sampling, self.inference_model.default_sampling)
         return self.engine.generate([Request(ids, params, limit, self.chat_format.stop, adapter=adapter)])[0]
 
     def score(

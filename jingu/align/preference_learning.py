@@ -28,7 +28,7 @@ from jingu.data.permutation import Int64Array
 from jingu.data.preference_data import PreferenceDataset, split_answers
 from jingu.data.row_sources import RowArrays
 from jingu.errors import JinguError
-from jingu.model.experts import RoutingStats, auxiliary_losses, routing_terms
+from jingu.model.experts import RoutingStats, auxiliary_losses
 from jingu.parallel.mesh import data_rank, num_data_ranks, num_row_replicas
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.zero import eval_mode
@@ -128,7 +128,7 @@ class PreferenceLearning(StatelessTask):
         return float(self.units_per_row(_answers(batch)).sum())
 
     def loss_terms(self, model: ParallelModel) -> dict[str, float]:
-        return {**{name: float(name == "loss") for name in self.TERMS}, **routing_terms(model.spec)}
+        return {**{name: float(name == "loss") for name in self.TERMS}, **model.router_terms}
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         answer_batch = _answers(batch)

@@ -43,7 +43,9 @@ class TokenLogProbs:
         softcap: float | None = None,
     ) -> None:
         self._softcap = softcap
-        self._tokens = None if mesh is None else TokenSharding(mesh)
+        # Without context parallelism, every rank has whole rows.
+        is_divided = mesh is not None and mesh["context"].size() > 1
+        self._tokens = TokenSharding(mesh) if is_divided and mesh is not None else None
         self._max_columns = vocab_size
         self._shard = None
         if mesh is not None and mesh["tensor"].size() > 1:
@@ -79,8 +81,7 @@ class TokenLogProbs:
         values_2M = _TokenLogProbs.apply(hidden_MD, weight_VD, labels_N[index_M], head, temperature, self._shard)
         values_2N = values_2M.new_zeros(2, len(labels_N)).index_copy(1, index_M, values_2M)
         values_2BC = values_2N.where(labels_N >= 0, 0.0).unflatten(1, labels_BC.shape)
-        if self.share < 1.0:
-            assert self._tokens is not None
+        if self._tokens is not None:
             values_2BC = all_gather(values_2BC, 2, self._tokens.context_group)
         log_probs_BT, entropies_BT = values_2BC[..., : tokens_BT.shape[1]]
         return log_probs_BT, entropies_BT.detach()

@@ -45,7 +45,7 @@ from jingu.model.families import FAMILIES, equivalent_spec
 from jingu.model.families.name_map import TensorMapping
 from jingu.model.feed_forward_specs import Experts
 from jingu.model.rotary import rotary_frequencies
-from jingu.model.spec import ModelSpec, replace_fields, rotary_dim
+from jingu.model.spec import ModelSpec, replace_fields
 from jingu.runtime.files import fsync_path, write_error, write_text_atomically
 from jingu.runtime.log import log_info
 from jingu.tables import flatten
@@ -277,7 +277,7 @@ def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) ->
     values: dict[str, Any] = {gguf_key: config[key] for key, gguf_key in keys.items() if config.get(key) is not None}
     if has_head_size(name):
         size = spec.attention.head_dim
-        rope_dims = rotary_dim(spec.position, size) if isinstance(spec.position, RotaryPositions) else size
+        rope_dims = spec.position.rotated_dims(size) if isinstance(spec.position, RotaryPositions) else size
         values |= {"rope.dimension_count": rope_dims, "attention.key_length": size, "attention.value_length": size}
     if "rope.freq_base_swa" in keys.values():
         window_positions = [layer.position for layer in spec.layers if layer.attention.sliding_window is not None]
@@ -520,7 +520,7 @@ def _frequency_divisors(position: RotaryPositions, size: int) -> Tensor:
     """Return by how much scaling divides each rotary frequency of a head of `size` dims."""
     last = torch.zeros((), dtype=torch.float64)
     plain = position.model_copy(update={"scaling": None})
-    frequencies = [rotary_frequencies(each, rotary_dim(each, size), last, torch.float64) for each in (plain, position)]
+    frequencies = [rotary_frequencies(each, each.rotated_dims(size), last, torch.float64) for each in (plain, position)]
     return frequencies[0] / frequencies[1]
 
 

@@ -26,6 +26,12 @@ class Admission:
         self._model = model
         self._settings = settings
         self._pools = pools
+        self._has_state = model.spec.has_state
+        # Prompts beyond this length are longer than the original context of longrope.
+        places = (layer.position for layer in model.spec.kinds)
+        scalings = (place.scaling for place in places if isinstance(place, RotaryPositions))
+        contexts = (each.original_max_position_embeddings for each in scalings if isinstance(each, LongropeScaling))
+        self._original_context = min(contexts, default=model.spec.max_position_embeddings)
         self._has_warned = False
 
     def check_drafts(self, draft_model: InferenceModel | None) -> None:
@@ -86,9 +92,9 @@ class Admission:
             encoder_ids,
             prompt_ids,
             num_prompt_tokens=len(prompt) if encoder_ids is None else len(request.prompt) + 1,
-            adapter=model.adapters.find(request.adapter),
+            adapter=None if request.adapter is None else model.adapters.find(request.adapter),
             num_virtual_tokens=spec.prompts[0],
-            has_state=spec.has_state,
+            has_state=self._has_state,
         )
         if model.prompt_rows is not None and len(prompt_ids) >= model.prompt_rows.min_tokens:
             group.num_dequantized = len(prompt_ids)
@@ -105,7 +111,7 @@ class Admission:
         prompt_tokens = max(prompt_tokens, 1)
         decoder_tokens = spec.prompts[0] + (prompt_tokens if spec.num_encoder_layers is None else 1)
         room = max_new_tokens(spec, prompt_tokens)
-        step_tokens = most_step_tokens(self._settings.prefill_chunk_size, spec.has_state)
+        step_tokens = most_step_tokens(self._settings.prefill_chunk_size, self._has_state)
         for pool in self._pools:
             if pool.most_blocks(decoder_tokens + room, step_tokens) > pool.num_usable:
                 room = min(room, pool.num_usable * pool.block_size - decoder_tokens)
@@ -116,13 +122,11 @@ class Admission:
 
         The cache uses the factors for short texts up to there, and transformers those for long texts in all of it.
         """
-        places = (layer.position for layer in self._model.spec.kinds)
-        scalings = [place.scaling for place in places if isinstance(place, RotaryPositions)]
-        borders = [each.original_max_position_embeddings for each in scalings if isinstance(each, LongropeScaling)]
-        if borders and len(prompt) > min(borders) and not self._has_warned:
+        context = self._original_context
+        if len(prompt) > context and not self._has_warned:
             self._has_warned = True
             log_warning(
-                f"a prompt has {len(prompt):,} tokens, more than the model's original context of {min(borders):,}: its "
+                f"a prompt has {len(prompt):,} tokens, more than the model's original context of {context:,}: its "
                 "first tokens are computed with the positions of short texts, so answers differ from transformers'."
             )
 

@@ -96,7 +96,8 @@ class Engine:
             self._pools, self._runner.cache, self.settings.max_num_seqs, chunk_size, self._states, self._pacer
         )
         self._num_draft_tokens = self.settings.draft_tokens(draft_model)
-        self._speculator: Speculator = NgramSpeculator()
+        # Without draft tokens, there is nothing to propose.
+        self._speculator: Speculator | None = NgramSpeculator() if self._num_draft_tokens else None
         if draft_model is not None:
             self._speculator = DraftModelSpeculator(draft_model, model, max(num_blocks), block_size, chunk_size)
         if self.settings.use_predictions:
@@ -295,16 +296,17 @@ class Engine:
 
     def _propose(self) -> dict[Sequence, list[int]]:
         """Return draft tokens for the decoding sequences."""
+        if self._speculator is None:
+            return {}
         max_tokens = {}
-        if self._num_draft_tokens:
-            for sequence in self._scheduler.running:
-                # One less than the rest of the output: the model samples one more token than it verifies.
-                room = sequence.group.request.max_tokens - len(sequence.output_ids) - 1
-                group = sequence.group
-                # Draft tokens after a part of a prompt would be computed by chunks of the mixers.
-                is_prompt = group.has_state and sequence.num_computed < len(group.prompt_ids)
-                if sequence.num_uncomputed == 1 and not group.forks and room > 0 and not is_prompt:
-                    max_tokens[sequence] = min(self._num_draft_tokens, room)
+        for sequence in self._scheduler.running:
+            # One less than the rest of the output: the model samples one more token than it verifies.
+            room = sequence.group.request.max_tokens - len(sequence.output_ids) - 1
+            group = sequence.group
+            # Draft tokens after a part of a prompt would be computed by chunks of the mixers.
+            is_prompt = group.has_state and sequence.num_computed < len(group.prompt_ids)
+            if sequence.num_uncomputed == 1 and not group.forks and room > 0 and not is_prompt:
+                max_tokens[sequence] = min(self._num_draft_tokens, room)
         start = time.perf_counter()
         drafts = self._speculator.propose(max_tokens)
         self._stats.forward_seconds += time.perf_counter() - start
@@ -349,21 +351,23 @@ class Engine:
             counts.append(count)
             num_dequantized = min(sequence.group.num_dequantized - chunk.first, item.num_tokens)
             dequantized_rows.append(range(start, start + max(num_dequantized, 0)))
-            adapter_rows.append((start, len(chunk.ids), sequence.group.adapter))
+            if sequence.group.adapter is not None:
+                adapter_rows.append((start, len(chunk.ids), sequence.group.adapter))
         # 3. Run the forward pass with the adapter of each row.
         device = self._runner.cache.device
         num_rows = tokens_BT.shape[1]
         num_tokens = sum(len(chunk.ids) for chunk in chunks)
         prompt_rows = self.model.prompt_rows
         select_rows = prompt_rows.select(dequantized_rows, num_rows) if prompt_rows is not None else nullcontext()
-        with self.model.adapters.select(adapter_rows, num_rows, device), select_rows:
+        select_adapters = self.model.adapters.select(adapter_rows, num_rows, device) if adapter_rows else nullcontext()
+        with select_adapters, select_rows:
             source_BS = copy_to_device([encoding.group.encoder_ids], device) if encoding else None
             begin = time.perf_counter()
             # A layer of multi-token prediction needs the hidden states of all tokens.
             all_rows = list(range(num_tokens)) if self.settings.use_predictions else pooled_rows
             logits_NV, hidden_ND = self._runner.compute(tokens_BT, positions_BT, rows, all_rows, source_BS)
             self._stats.forward_seconds += time.perf_counter() - begin
-        if self.settings.use_predictions:
+        if self.settings.use_predictions and self._speculator is not None:
             dtype = self.model.parameter.dtype
             for item, chunk, start in zip(scheduled, chunks, starts, strict=True):
                 states_ND = hidden_ND[start : start + len(chunk.ids)].to(dtype)

@@ -22,7 +22,7 @@ from jingu.infer.inference_model import InferenceModel, Precision, check_languag
 from jingu.infer.kv_cache import block_bytes
 from jingu.infer.model_runner import compile_blocks
 from jingu.infer.request import FinishReason, Request, max_new_tokens
-from jingu.infer.sampling import SamplingOptions, SamplingParams
+from jingu.infer.sampling import SamplingOptions, sampling_params
 from jingu.runtime.device import find_device_type, has_compiler, has_fast_bf16, parse_size, total_memory
 from jingu.runtime.exit_codes import EXIT_INTERRUPTED
 from jingu.runtime.ranks import RankInfo
@@ -214,7 +214,7 @@ def generate(
         if max_tokens is None:
             max_tokens = max(1, min(128, max_new_tokens(inference_model.spec, len(ids))))
         # Beam search ignores the sampling parameters that the model recommends.
-        params = SamplingParams(**sampling) if num_beams > 1 else inference_model.sampling_params(sampling)
+        params = sampling_params(sampling, {} if num_beams > 1 else inference_model.default_sampling)
         request = Request(
             ids, params, max_tokens, tuple(stop or ()), num_beams=num_beams, length_penalty=length_penalty
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from jingu.formats.stored_model import StoredModel, load_model, stored_matrices
 from jingu.infer.expert_offload import ExpertOffloader
 from jingu.infer.multi_lora import LoraAdapters, LoraWeights, read_lora_adapter
 from jingu.infer.prepack import prepack_weights
-from jingu.infer.sampling import SamplingOptions, SamplingParams
 from jingu.model.block import Block
 from jingu.model.decoder import Decoder
 from jingu.model.layers import widen_vectors
@@ -98,11 +97,6 @@ class InferenceModel:
     def parameter(self) -> Tensor:
         """An arbitrary floating-point parameter, for its dtype and device."""
         return next(parameter for parameter in self.module.parameters() if parameter.is_floating_point())
-
-    def sampling_params(self, options: SamplingOptions, temperature: float = 0.0) -> SamplingParams:
-        """Return sampling parameters: `options`, then `default_sampling`, then `temperature` and the other defaults."""
-        defaults: dict[str, Any] = {"temperature": temperature, **self.default_sampling}
-        return SamplingParams(**{**defaults, **options})
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Return the token ids of a prompt. For an encoder, sentinels in the text are parsed as special tokens."""

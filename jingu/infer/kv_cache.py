@@ -28,7 +28,7 @@ from jingu.infer.attention_backend import (
     AttentionHeads,
 )
 from jingu.infer.block_manager import SCRATCH_BLOCK, ZERO_BLOCK
-from jingu.model.components import LayerSpec, RotaryPositions
+from jingu.model.components import LayerSpec, Position, RotaryPositions
 from jingu.model.mixer_parts import Mixer, MixerState, RowPiece, mix_pieces
 from jingu.model.parts import cached_numbers
 from jingu.model.rotary import RotaryTables, rotary_tables
@@ -338,11 +338,11 @@ class PagedKVCache:
         """Set the relative position biases, before the first layer."""
         self.backend.relative_bias = bias_NH
 
-    def rotary(self, layer: LayerSpec, positions_BT: Tensor, dtype: torch.dtype) -> RotaryTables | None:
+    def rotary(self, spec: Position, head_size: int, positions_BT: Tensor, dtype: torch.dtype) -> RotaryTables | None:
         """Return the rotary tables of a step's positions; those of all positions are computed in the first call."""
-        if not isinstance(layer.position, RotaryPositions):
+        if not isinstance(spec, RotaryPositions):
             return None
-        key = layer.position, layer.attention.rotary_size
+        key = spec, head_size
         if key not in self._rotary:
             tables = []
             for first in range(0, self.spec.max_position_embeddings, KV_SPAN):

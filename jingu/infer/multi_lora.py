@@ -67,10 +67,8 @@ class LoraAdapters:
         """The names of all adapters."""
         return tuple(self._by_name)
 
-    def find(self, name: str | None) -> Adapter | None:
-        """Return an adapter; None for the base model. Raise JinguError for an unknown name."""
-        if name is None:
-            return None
+    def find(self, name: str) -> Adapter:
+        """Return an adapter. Raise JinguError for an unknown name."""
         if name not in self._by_name:
             names = ", ".join(self._by_name) or "none"
             raise JinguError(f"there is no adapter {name}.", where="adapter", fix=f"There are: {names}.")
@@ -106,9 +104,7 @@ class LoraAdapters:
         return None
 
     @contextmanager
-    def select(
-        self, parts: Sequence[tuple[int, int, Adapter | None]], rows: int, device: torch.device
-    ) -> Iterator[None]:
+    def select(self, parts: Sequence[tuple[int, int, Adapter]], rows: int, device: torch.device) -> Iterator[None]:
         """Select adapters for the rows of the forward pass inside of this context.
 
         Args:
@@ -117,9 +113,8 @@ class LoraAdapters:
         """
         masks: dict[Adapter, Tensor] = {}
         for first, count, adapter in parts:
-            if adapter is not None:
-                mask_BT1 = masks.setdefault(adapter, torch.zeros(1, rows, 1, dtype=torch.bool))
-                mask_BT1[:, first : first + count] = True
+            mask_BT1 = masks.setdefault(adapter, torch.zeros(1, rows, 1, dtype=torch.bool))
+            mask_BT1[:, first : first + count] = True
         self.masks = {adapter: mask_BT1.to(device, non_blocking=True) for adapter, mask_BT1 in masks.items()}
         try:
             yield

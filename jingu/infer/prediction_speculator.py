@@ -185,7 +185,7 @@ class PredictionSpeculator(Speculator):
             wide = torch.promote_types(states_TD.dtype, torch.float32)
             scaling = self._kind.attention.query_scaling
             context = BlockContext(
-                rotary=cache.rotary(self._kind, positions_BT, wide),
+                rotary=cache.rotary(self._kind.position, self._kind.attention.rotary_size, positions_BT, wide),
                 query_factor=None if scaling is None else query_factors(scaling, positions_BT, wide),
             )
             cache.begin(None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -78,6 +78,13 @@ class SamplingParams:
         """Whether bias or penalties change the logits."""
         penalizes = self.repetition_penalty != 1.0 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return penalizes or bool(self.logit_bias)
+
+
+def sampling_params(
+    options: Mapping[str, Any], defaults: Mapping[str, Any], temperature: float = 0.0
+) -> SamplingParams:
+    """Return the parameters that `options` name, then those of `defaults`, then `temperature`."""
+    return SamplingParams(**{"temperature": temperature, **defaults, **options})
 
 
 class SamplingError(Exception):

@@ -130,6 +130,10 @@ class RotaryPositions(Component):
     scaling: RopeScaling | None = None
     proportional: bool = optional(False)
 
+    def rotated_dims(self, head_size: int) -> int:
+        """Return how many dims of a head are rotated: with proportional positions all, some by no angle."""
+        return head_size if self.proportional else int(head_size * self.partial_rotary_factor)
+
 
 class NoPositions(Component):
     """No positions: attention knows the order of tokens only from its mask (NoPE, Kazemnejad et al., 2023)."""

@@ -28,10 +28,10 @@ from jingu.model.attention import (
 from jingu.model.block import Block, apply_norm
 from jingu.model.byte_weight import ByteWeight
 from jingu.model.chunked_scan import document_starts
-from jingu.model.components import LearnedPositions
+from jingu.model.components import LearnedPositions, Position
 from jingu.model.dropout import EmbeddingNoise
 from jingu.model.experts import RoutingStats
-from jingu.model.inputs import Inputs, as_inputs
+from jingu.model.inputs import Inputs
 from jingu.model.layers import (
     Embedding,
     build_embedding,
@@ -71,6 +71,21 @@ class StageOutput(NamedTuple):
     encoder_states: Tensor | None = None
 
 
+class ContextKeys(NamedTuple):
+    """What the context of a kind of block depends on. Kinds with equal keys share tables and masks.
+
+    Attributes:
+        has_attention, has_state: whether the blocks have attention, and a mixer with a state.
+        rotary: the positions and the number of dims of a head that they may turn.
+        mask: see `mask_key`.
+    """
+
+    has_attention: bool
+    has_state: bool
+    rotary: tuple[Position, int]
+    mask: Hashable
+
+
 class TransformerStack(nn.Module):
     """A range of blocks of a stack (decoder or encoder), named by their numbers in the whole stack.
 
@@ -98,12 +113,23 @@ class TransformerStack(nn.Module):
         layers = [spec.layer(number) if causal else spec.default_layer for number in blocks]
         self.kinds = list(dict.fromkeys(layers))
         self.kind_numbers = [self.kinds.index(layer) for layer in layers]
+        self.context_keys = [
+            ContextKeys(
+                layer.has_attention,
+                layer.state_mixer is not None,
+                (layer.position, layer.attention.rotary_size),
+                mask_key(layer),
+            )
+            for layer in self.kinds
+        ]
+        self.embedding_factor = spec.embedding_factor
+        self.has_prompts = any(spec.prompts)
         self.block_range = blocks
         self.causal = causal
         is_first = bool(blocks) and blocks.start == 0
         self.is_last = bool(blocks) and blocks.stop == num_layers
         # The modules before the blocks. The last stage may have an embedding only because the head is tied to it.
-        embedding_class = VirtualTokenEmbedding if any(spec.prompts) else Embedding
+        embedding_class = VirtualTokenEmbedding if self.has_prompts else Embedding
         self.embedding = embedding_class(spec.vocab_size, spec.hidden_size) if has_embedding else None
         self.prompt = None
         if is_first and spec.prompts[not causal] and isinstance(spec.adapter, SoftPrompt):
@@ -174,7 +200,7 @@ class TransformerStack(nn.Module):
         shared = BlockContext(
             encoder_states=encoder_states_BSD,
             encoder_mask=encoder_mask,
-            tokens=inputs.tokens if any(self.spec.prompts) else None,
+            tokens=inputs.tokens if self.has_prompts else None,
             dropout_seeds=inputs.dropout_seeds,
             source_dropout_seeds=None if inputs.source is None else inputs.source.dropout_seeds,
         )
@@ -227,7 +253,7 @@ class TransformerStack(nn.Module):
     def embed_tokens(self, embedding: Embedding, tokens_BT: Tensor) -> Tensor:
         """Return the scaled embeddings of tokens."""
         x_BTD: Tensor = embedding(tokens_BT)
-        scale = self.spec.embedding_factor
+        scale = self.embedding_factor
         return x_BTD if scale == 1.0 else self._scale(x_BTD, scale)
 
     def _scale(self, x_BTD: Tensor, scale: float) -> Tensor:
@@ -251,23 +277,21 @@ class TransformerStack(nn.Module):
         factors: dict[Hashable, Tensor | None] = {None: None}
         masks: dict[Hashable, AttentionMask] = {}
         contexts = []
-        for layer in self.kinds:
-            context = shared if layer.state_mixer is None else _add_documents(shared, inputs)
-            if not layer.has_attention:
+        for layer, keys in zip(self.kinds, self.context_keys, strict=True):
+            context = _add_documents(shared, inputs) if keys.has_state else shared
+            if not keys.has_attention:
                 contexts.append(context)
                 continue
-            turns = layer.position, layer.attention.rotary_size
-            if turns not in rotary:
-                rotary[turns] = (
-                    cache.rotary(layer, positions_BT, dtype)
+            if keys.rotary not in rotary:
+                rotary[keys.rotary] = (
+                    cache.rotary(*keys.rotary, positions_BT, dtype)
                     if cache is not None
-                    else layer_rotary(layer, positions_BT, dtype, inputs.documents, inputs.parents)
+                    else layer_rotary(*keys.rotary, positions_BT, dtype, inputs.documents, inputs.parents)
                 )
-            seen = mask_key(layer)
-            if seen not in masks:
-                masks[seen] = None
+            if keys.mask not in masks:
+                masks[keys.mask] = None
                 if cache is None:
-                    masks[seen] = attention_mask(
+                    masks[keys.mask] = attention_mask(
                         layer,
                         positions_BT,
                         inputs.documents,
@@ -280,7 +304,8 @@ class TransformerStack(nn.Module):
             scaling = layer.attention.query_scaling
             if scaling is not None and scaling not in factors:
                 factors[scaling] = query_factors(scaling, positions_BT, dtype)
-            contexts.append(context._replace(rotary=rotary[turns], query_factor=factors[scaling], mask=masks[seen]))
+            turns, mask = rotary[keys.rotary], masks[keys.mask]
+            contexts.append(context._replace(rotary=turns, query_factor=factors[scaling], mask=mask))
         return contexts
 
 
@@ -365,7 +390,8 @@ class Decoder(TransformerStack):
             From other stages: the input of the next stage. It is None if the stage is of an encoder and the inputs have
             no `source`, as when generation reads the encoder's keys and values from a cache.
         """
-        inputs = as_inputs(inputs)
+        if isinstance(inputs, Tensor):
+            inputs = Inputs(inputs)
         # Run the encoder's blocks of this stage. A stage without decoder blocks ends here.
         encoder_mask = None
         if self.encoder is not None:

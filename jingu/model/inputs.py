@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from jingu.model.components import LayerSpec
+from jingu.model.components import Position
 from jingu.model.rotary import RotaryTables
 
 
@@ -56,8 +56,8 @@ class KVCache(Protocol):
     def begin(self, bias_NH: Tensor | None) -> None:
         """Start a step: receive the relative position biases, or None, before the first layer runs."""
 
-    def rotary(self, layer: LayerSpec, positions_BT: Tensor, dtype: torch.dtype) -> RotaryTables | None:
-        """Return the rotary tables of these positions in a kind of layer; None if it has no rotary positions."""
+    def rotary(self, spec: Position, head_size: int, positions_BT: Tensor, dtype: torch.dtype) -> RotaryTables | None:
+        """Return the rotary tables of these positions for heads of this size; None if the spec is not rotary."""
 
     def layer(self, number: int) -> LayerKVCache:
         """Return the cache of block `number`."""
@@ -97,8 +97,3 @@ class Inputs:
     embedding_noise: Tensor | None = None
     source: Inputs | None = None
     cache: KVCache | None = None
-
-
-def as_inputs(inputs: Inputs | Tensor) -> Inputs:
-    """Return `Inputs`; a bare tensor holds token ids."""
-    return Inputs(inputs) if isinstance(inputs, Tensor) else inputs

@@ -14,14 +14,13 @@ from jingu.model.attention_specs import QueryScaling
 from jingu.model.components import (
     AlphaScaling,
     DynamicScaling,
-    LayerSpec,
     LinearScaling,
     Llama3Scaling,
     LongropeScaling,
+    Position,
     RotaryPositions,
     YarnScaling,
 )
-from jingu.model.spec import rotary_dim
 
 # The cosines and the signed sines of `apply_rotary`.
 RotaryTables = tuple[Tensor, Tensor]
@@ -41,7 +40,7 @@ def rotary_tables(
             each position a sequence that ends with it, because its keys never change.
     """
     last = positions.max() if lasts is None else lasts[..., None]
-    frequencies = rotary_frequencies(spec, rotary_dim(spec, head_size), last, dtype)
+    frequencies = rotary_frequencies(spec, spec.rotated_dims(head_size), last, dtype)
     if spec.proportional:
         # The first pairs of the whole head turn.
         turning = int(spec.partial_rotary_factor * head_size // 2)
@@ -60,7 +59,8 @@ def query_factors(scaling: QueryScaling, positions: Tensor, dtype: torch.dtype) 
 
 
 def layer_rotary(
-    layer: LayerSpec,
+    spec: Position,
+    head_size: int,
     positions: Tensor,
     dtype: torch.dtype,
     documents_BT: Tensor | None = None,
@@ -69,17 +69,18 @@ def layer_rotary(
     """Return the rotary tables of a kind of layer; None if it has no rotary positions. See `rotary_tables`.
 
     Args:
+        spec: the positions of the layer.
         positions: [B, T], or [T] for all rows.
         documents_BT: the document of each token; None: each row is one document.
         parents_BT: the document that each token's document continues; see `Inputs`.
     """
-    if not isinstance(layer.position, RotaryPositions):
+    if not isinstance(spec, RotaryPositions):
         return None
     lasts = None
-    if isinstance(layer.position.scaling, DynamicScaling | LongropeScaling):
+    if isinstance(spec.scaling, DynamicScaling | LongropeScaling):
         # Documents that continue the same parent count as one, because they share its keys.
         lasts = last_positions(positions, documents_BT if parents_BT is None else parents_BT)
-    return rotary_tables(layer.position, layer.attention.rotary_size, positions, dtype, lasts)
+    return rotary_tables(spec, head_size, positions, dtype, lasts)
 
 
 def last_positions(positions: Tensor, documents_BT: Tensor | None) -> Tensor:

@@ -200,7 +200,7 @@ class ModelSpec(Component):
                 fix=f"Choose a divisor of {part.num_heads}: {', '.join(map(str, divisors(part.num_heads)))}.",
             )
         position = layer.position
-        rotated_dims = rotary_dim(position, part.rotary_size) if isinstance(position, RotaryPositions) else 0
+        rotated_dims = position.rotated_dims(part.rotary_size) if isinstance(position, RotaryPositions) else 0
         if rotated_dims % 2:
             raise JinguError(
                 f"rotary positions rotate pairs: {rotated_dims} of {part.rotary_size} dims of a head is an odd number.",
@@ -263,7 +263,7 @@ class ModelSpec(Component):
         elif isinstance(layer.feed_forward, GatedFeedForward | Experts) and layer.feed_forward.activation == "xielu":
             problem = "xielu needs a feed-forward of the type plain"
         elif isinstance(position, RotaryPositions) and isinstance(position.scaling, LongropeScaling):
-            pairs = rotary_dim(position, part.rotary_size) // 2
+            pairs = position.rotated_dims(part.rotary_size) // 2
             factors = (len(position.scaling.short_factor), len(position.scaling.long_factor))
             if factors != (pairs, pairs):
                 problem = f"longrope has {factors[0]} short and {factors[1]} long factors, for {pairs} rotated pairs"
@@ -422,11 +422,6 @@ def repeat_pattern(pattern: Sequence[str], number: int) -> tuple[str, ...]:
         if all(name == pattern[i % period] for i, name in enumerate(pattern)):
             return tuple(pattern[i % period] for i in range(number))
     return ()
-
-
-def rotary_dim(position: RotaryPositions, head_size: int) -> int:
-    """Return the number of a head's dimensions that are rotated: with proportional positions all, some by no angle."""
-    return head_size if position.proportional else int(head_size * position.partial_rotary_factor)
 
 
 def replace_fields(spec: ModelSpec, **changes: Any) -> ModelSpec:

@@ -127,7 +127,7 @@ def parallelize(
     if mesh is not None:
         set_mixer_kernels(model, spec, layout.mixer_kernels, mesh.device_type, precision.compute)
         for stage in model.stages:
-            _parallelize_stage(stage, model.sharding, layout, precision)
+            model.uses_fsdp = _parallelize_stage(stage, model.sharding, layout, precision)
     if precision.scaling is not None:
         for stage in model.stages:
             _multiply_in_fp8(stage, precision.scaling)
@@ -143,8 +143,12 @@ def _multiply_in_fp8(stage: Decoder, scaling: Scaling) -> None:
                 module.scaling = scaling if takes else None
 
 
-def _parallelize_stage(stage: Decoder, plan: ShardingPlan, layout: Layout, precision: Precision) -> None:
-    """Apply all parts of a layout but the pipeline to a stage, in place. The order matters: see `parallelize`."""
+def _parallelize_stage(stage: Decoder, plan: ShardingPlan, layout: Layout, precision: Precision) -> bool:
+    """Apply all parts of a layout but the pipeline to a stage, in place. The order matters: see `parallelize`.
+
+    Returns:
+        Whether FSDP manages the parameters.
+    """
     if stage.spec.adapter is not None:
         _narrow_frozen(stage, precision.compute)
     # Tensor, context and expert parallelism: keep this rank's part of each parameter, and compute with that part.
@@ -162,7 +166,7 @@ def _parallelize_stage(stage: Decoder, plan: ShardingPlan, layout: Layout, preci
             block.forward = _add_checkpointing(block.forward, selective=checkpointing.type == "selective")
         if layout.compile:
             block.forward = torch.compile(block.forward, dynamic=False)
-    apply_zero(stage, plan, layout.parallel, precision)
+    return apply_zero(stage, plan, layout.parallel, precision)
 
 
 def _narrow_frozen(model: nn.Module, dtype: torch.dtype) -> None:

@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.data.batch import Batch
 from jingu.model.decoder import AuxiliaryLoss, Decoder, FurtherLoss, LossFunction, StageOutput, build_model
+from jingu.model.experts import routing_terms
 from jingu.model.feed_forward_specs import Experts
-from jingu.model.inputs import Inputs, as_inputs
+from jingu.model.inputs import Inputs
 from jingu.model.layers import widen_vectors
 from jingu.model.spec import ModelSpec
 from jingu.parallel.layout import Layout, Precision
@@ -49,6 +50,8 @@ class ParallelModel(nn.Module):
         rank: this process's rank on the axis `pipeline`.
         mesh: the device mesh; None if this process has the whole model and there is no process group.
         activity: records the current operation of this rank for the watchdog.
+        router_terms: the terms of the loss that routers add, with their weights; see `routing_terms`.
+        uses_fsdp: whether FSDP manages the parameters of the stages.
 
     Args:
         prepare: changes each stage on the meta device before the stage is sharded.
@@ -66,6 +69,8 @@ class ParallelModel(nn.Module):
         self.spec = spec
         self.mesh = mesh
         self.activity = Activity()
+        self.router_terms = routing_terms(spec)
+        self.uses_fsdp = False
         self._device = torch.device("cpu" if mesh is None else mesh.device_type)
         self._settings = layout.parallel
         self._compute = precision.compute
@@ -181,7 +186,8 @@ class ParallelModel(nn.Module):
         self.zero_grad()
 
     def _prepare_backward(self, stage: nn.Module, last: bool) -> None:
-        prepare_backward(stage, self._settings.zero_stage, last=last)
+        if self.uses_fsdp:
+            prepare_backward(cast(Any, stage), self._settings.zero_stage, last=last)
 
     def _run_schedule(self, batches: Sequence[Batch], loss: Loss, weight_n: Tensor) -> Tensor:
         """Run the micro-batches through the stages of all ranks, in the order of the pipeline schedule."""
@@ -290,7 +296,8 @@ class ParallelModel(nn.Module):
         if len(self.ranges) == 1:
             return self._stages[0](inputs, loss, auxiliary, further=further)
         group, owners = self._group, self.owners
-        inputs = as_inputs(inputs)
+        if isinstance(inputs, Tensor):
+            inputs = Inputs(inputs)
         device = inputs.tokens.device
         result: Any = None
         for number, stage in self._numbered_stages():

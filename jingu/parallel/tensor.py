@@ -42,7 +42,7 @@ from jingu.model.decoder import AuxiliaryLoss, Decoder, FurtherLoss, LossFunctio
 from jingu.model.document_mask import DocumentMask
 from jingu.model.experts import MoELayer, RoutingStats
 from jingu.model.grouped_matmul import GatherRows
-from jingu.model.inputs import Inputs, as_inputs
+from jingu.model.inputs import Inputs
 from jingu.model.latent_attention import LatentSelfAttention
 from jingu.model.layers import Embedding, RMSNorm
 from jingu.model.sharding_table import child_styles, iterate_styles
@@ -221,7 +221,7 @@ def _forward(
     cache it receives all T tokens, and its logits are gathered over the vocabulary. Without a loss function, the
     output of the last stage is gathered: all T tokens, on every rank.
     """
-    inputs = _shard_seeds(as_inputs(inputs), sharding)
+    inputs = _shard_seeds(Inputs(inputs) if isinstance(inputs, Tensor) else inputs, sharding)
     sharding.tokens = inputs.tokens.shape[1]
     if inputs.source is not None:
         source_sharding.tokens = inputs.source.tokens.shape[1]

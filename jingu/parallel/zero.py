@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, precision: Precision) -> None:
-    """Shard the parameters of a stage over the mesh with FSDP2, in place.
+def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, precision: Precision) -> bool:
+    """Shard the parameters of a stage over the mesh with FSDP2, in place, and return whether FSDP manages them.
 
     A single rank uses FSDP only if it offloads from a GPU.
     """
@@ -41,7 +41,7 @@ def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, p
         for module in model.modules():
             if isinstance(module, Embedding):
                 module.compute = precision.compute
-        return
+        return False
     # FSDP is slow to import.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import Shard
@@ -89,15 +89,14 @@ def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, p
             # Sum gradients, never average them: the loss is already divided by the global number of tokens.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    return True
 
 
-def prepare_backward(model: nn.Module, zero_stage: int, *, last: bool) -> None:
+def prepare_backward(model: FSDPModule, zero_stage: int, *, last: bool) -> None:
     """Tell FSDP whether the next backward pass of a stage is the last one of the step.
 
     ZeRO 0 and 1 reduce gradients only in the last one. ZeRO 0 to 2 keep gathered parameters between micro-batches.
     """
-    if not _is_sharded(model):
-        return
     if zero_stage <= 1:
         model.set_requires_gradient_sync(last)
     if zero_stage <= 2:

@@ -25,7 +25,8 @@ from jingu.runtime.futures import fulfill
 from jingu.serve.http_errors import ApiError
 
 LOGGER = logging.getLogger("jingu.serve")
-ENGINE_FAILED = "the engine failed on this request; the server's log has the details"
+# Makes the error of a request on which the engine failed.
+_engine_failure = partial(ApiError, 500, "the engine failed on this request; see the server's log", kind="generation")
 # The most tokens that wait in memory for a client that does not read its stream. Before these, some megabytes fit the
 # buffers of the connection.
 MAX_UNREAD_TOKENS = 20_000
@@ -129,8 +130,7 @@ class RequestHandle:
         self._num_unread = 0
         self._running: set[int] = set()
         self._error: ApiError | None = None
-        timeout = engine.timeout_error()
-        self._timer = asyncio.get_running_loop().call_later(engine.timeout, self.fail, timeout, "timeout")
+        self._timer = asyncio.get_running_loop().call_later(engine.timeout, self._time_out, engine.timeout)
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
         """Yield the events of each engine step, each with the index of its request in `requests`.
@@ -154,7 +154,12 @@ class RequestHandle:
 
     def cancel(self) -> None:
         """Cancel all unfinished choices."""
-        self.fail(ApiError(499, "the client has disconnected"), "cancelled")
+        if not self.is_closed:
+            self.fail(ApiError(499, "the client has disconnected"), "cancelled")
+
+    def _time_out(self, seconds: float) -> None:
+        what = f"the request took more than {seconds:g} seconds"
+        self.fail(ApiError(504, what, kind="incomplete_generation"), "timeout")
 
     def fail(self, error: ApiError, finish_reason: str = "error") -> None:
         """End the request with an error, unless it has ended. To be called on the event loop's thread."""
@@ -263,18 +268,18 @@ class AsyncEngine:
         handle = RequestHandle(self, requests, arrival_time)
         self._handles.add(handle)
         self.num_requests += handle.size
-        failure = ApiError(500, ENGINE_FAILED, kind="generation")
         # After any error the handle must be closed, or its requests would count towards the limit forever.
         try:
             await self.call(lambda: self._submit(handle))
         except JinguError:
-            handle.fail(failure, "refused")
+            handle.fail(_engine_failure(), "refused")
             raise
         except ApiError as error:
             handle.fail(error)
             raise
         except Exception as error:
             LOGGER.exception("the engine failed to accept a request")
+            failure = _engine_failure()
             handle.fail(failure)
             raise failure from error
         except BaseException:
@@ -322,10 +327,6 @@ class AsyncEngine:
         result: Future[T] = Future()
         self._commands.put(partial(fulfill, result, function))
         return await asyncio.wrap_future(result)
-
-    def timeout_error(self) -> ApiError:
-        """Return the error of a request that exceeds the timeout."""
-        return ApiError(504, f"the request took more than {self.timeout:g} seconds", kind="incomplete_generation")
 
     def release(self, handle: RequestHandle) -> None:
         """Remove a closed handle; the engine cancels its unfinished requests."""
@@ -415,7 +416,7 @@ class AsyncEngine:
             LOGGER.exception("the engine cannot continue; the server shuts down")
             self.failure = error
         for handle in handles:
-            self._call_on_loop(partial(handle.fail, ApiError(500, ENGINE_FAILED, kind="generation")))
+            self._call_on_loop(partial(handle.fail, _engine_failure()))
 
     def _call_on_loop(self, function: Callable[[], object]) -> None:
         assert self._loop is not None

@@ -23,7 +23,7 @@ from starlette.types import Scope
 
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Constraint
-from jingu.infer.sampling import SamplingParams
+from jingu.infer.sampling import SamplingParams, sampling_params
 from jingu.serve.http_errors import bad_request
 from jingu.tables import read_table
 
@@ -155,7 +155,7 @@ def _build_sampling_params(
     if params.get("top_k", 1) < 1:
         # OpenAI's clients send -1 or 0 for no limit.
         params["top_k"] = None
-    sampling = model.sampling_params(params, temperature)
+    sampling = sampling_params(params, model.default_sampling, temperature)
     return sampling if sampling.temperature >= _MIN_TEMPERATURE else replace(sampling, temperature=0.0)
 
 

@@ -22,7 +22,7 @@ from jingu.infer.engine import Engine
 from jingu.infer.generate import InferenceOptions, print_stream
 from jingu.infer.inference_model import load_chat_model
 from jingu.infer.request import Request, max_new_tokens
-from jingu.infer.sampling import SamplingOptions, SamplingParams
+from jingu.infer.sampling import SamplingOptions, SamplingParams, sampling_params
 from jingu.runtime.files import read_error, write_error, write_text_atomically
 from jingu.runtime.signals import handle_signals
 
@@ -58,7 +58,7 @@ def chat(
     """
     inference = inference.use_int4_blocks(model)
     chat_model, chat_format = load_chat_model(lambda: inference.load(model), model, template)
-    params = chat_model.sampling_params(sampling, temperature=0.7)
+    params = sampling_params(sampling, chat_model.default_sampling, temperature=0.7)
     session = ChatSession(inference.make_engine(chat_model, 1), chat_format, params, max_tokens)
     if system:
         session.system(system)

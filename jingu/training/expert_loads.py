@@ -17,11 +17,11 @@ from jingu.model.trainable import is_trained
 from jingu.parallel.pipeline import ParallelModel
 
 
-def split_loads(means: Mapping[str, Tensor], num_experts: int) -> tuple[dict[str, Tensor], Tensor | None]:
+def split_loads(means: Mapping[str, Tensor], experts: Experts | None) -> tuple[dict[str, Tensor], Tensor | None]:
     """Return the mean loss terms without the loads of experts, and the loads [L, E]; None if there are none."""
     losses = {name: value for name, value in means.items() if not name.startswith(LOAD_PREFIX)}
     loads = [value for name, value in means.items() if name.startswith(LOAD_PREFIX)]
-    return losses, torch.stack(loads).view(-1, num_experts) if loads else None
+    return losses, torch.stack(loads).view(-1, experts.num_experts) if experts is not None and loads else None
 
 
 def load_metrics(load_LE: Tensor) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from jingu.data.batch_prefetch import BatchPrefetcher
 from jingu.data.objective import batch_function
 from jingu.errors import pluralize
 from jingu.model.adapter_specs import Lora
-from jingu.model.experts import RoutingStats, auxiliary_losses, routing_terms
+from jingu.model.experts import RoutingStats, auxiliary_losses
 from jingu.model.prediction import shift_labels, shift_left
 from jingu.model.spec import ModelSpec
 from jingu.parallel.pipeline import ParallelModel
@@ -89,7 +89,7 @@ class Pretraining(StatelessTask):
 
     def loss_terms(self, model: ParallelModel) -> dict[str, float]:
         weight = model.spec.mtp_loss_weight if model.spec.mtp_layers else 0.0
-        return {"loss": 1.0, **({"mtp_loss": weight} if weight else {}), **routing_terms(model.spec)}
+        return {"loss": 1.0, **({"mtp_loss": weight} if weight else {}), **model.router_terms}
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         # The model calls this with the head's weight, while that is gathered.

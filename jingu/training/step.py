@@ -110,8 +110,8 @@ def train_step(
     # 6. Average the loss terms over the global batch.
     means = dict(zip(terms, sum_losses(total_n, mesh) / units, strict=True))
     loss = means.pop("loss")
-    if model.spec.experts is not None:
-        means, load_LE = split_loads(means, model.spec.experts.num_experts)
+    if model.router_terms:
+        means, load_LE = split_loads(means, model.spec.experts)
         if load_LE is not None:
             means |= load_metrics(load_LE)
             means |= {} if is_skipped else update_corrections(model, load_LE)

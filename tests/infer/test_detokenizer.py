@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jingu.infer.detokenizer import IncrementalDetokenizer
+from jingu.infer.sequence import IncrementalDetokenizer
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 

@@ -20,7 +20,7 @@ from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import InferenceModel, load
 from jingu.infer.kv_cache import block_bytes
 from jingu.infer.request import Constraint, Event, Request, Token
-from jingu.infer.sampling import SamplingParams
+from jingu.infer.sampling import SamplingParams, sampling_params
 from jingu.infer.structured_output import GrammarCompiler
 from jingu.model.inputs import Inputs
 
@@ -255,10 +255,11 @@ def test_sampling_defaults_come_from_generation_config(tiny: InferenceModel, tmp
     (tmp_path / "out" / "generation_config.json").write_text(json.dumps(recommended), encoding="utf-8")
     model = load(tmp_path / "out", "fp32")
     assert model.default_sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
-    assert model.sampling_params({"top_k": None, "seed": 3}) == SamplingParams(0.6, None, 0.95, seed=3)
+    options = {"top_k": None, "seed": 3}
+    assert sampling_params(options, model.default_sampling) == SamplingParams(0.6, None, 0.95, seed=3)
     # As Gemma 3: transformers then samples with a temperature of 1.
     (tmp_path / "out" / "generation_config.json").write_text('{"do_sample": true, "top_k": 64}', encoding="utf-8")
-    assert load(tmp_path / "out", "fp32").sampling_params({}) == SamplingParams(1.0, 64)
+    assert sampling_params({}, load(tmp_path / "out", "fp32").default_sampling) == SamplingParams(1.0, 64)
 
 
 def test_answers_follow_a_schema_or_regular_expression(tiny: InferenceModel) -> None:

@@ -22,11 +22,11 @@ import pytest
 from jingu.chat.chat_format import find_chat_format
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
-from jingu.infer.detokenizer import IncrementalDetokenizer
 from jingu.infer.engine import Engine
 from jingu.infer.engine_interface import EngineSettings, EngineStats
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Event, Request, Token
+from jingu.infer.sequence import IncrementalDetokenizer
 from jingu.model.decoder import Decoder
 from jingu.model.resolve import spec_from_settings
 from jingu.model.weight_init import init_weights
