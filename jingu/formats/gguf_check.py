@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ def check_gguf(file: Path, model: StoredModel, dtype: str) -> None:
             f"llama.cpp cannot open the file ({error}).", where=file, fix="Report it, with the model."
         ) from error
     try:
-        _compare_ids(llama, tokenizer, file)
+        _compare_ids(llama, tokenizer, file, normalize_text=_normalizes(tokenizer))
         difference = _compare_logits(llama, open_gguf(file), tokenizer)
     finally:
         llama.close()
@@ -64,8 +66,19 @@ def check_gguf(file: Path, model: StoredModel, dtype: str) -> None:
     print(f"llama.cpp gives the same ids for {len(TEXTS)} texts, and log-probabilities within {difference:.1e} nats.")
 
 
-def _compare_ids(llama: Any, tokenizer: Tokenizer, file: Path) -> None:
-    for text in TEXTS:
+def _normalizes(tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer normalizes text to NFC."""
+    return bool(json.loads(tokenizer.content).get("normalizer") == {"type": "NFC"})
+
+
+def _compare_ids(llama: Any, tokenizer: Tokenizer, file: Path, *, normalize_text: bool) -> None:
+    """Compare the ids of texts.
+
+    Args:
+        normalize_text: whether they are normalized to NFC before, which llama.cpp does not do.
+    """
+    for raw_text in TEXTS:
+        text = unicodedata.normalize("NFC", raw_text) if normalize_text else raw_text
         expected_ids = tokenizer.encode(text)
         ids = llama.tokenize(text.encode(), add_bos=False, special=False)
         if ids != expected_ids:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tokenizers import models
+
 from jingu.errors import JinguError
+from jingu.text.gguf_tokenizer import NORMALIZER, equal_rules
 from jingu.text.tokenizer import Tokenizer
-from jingu.text.tokenizer_formats import DIGIT_SPLIT_PATTERN, GPT2_SPLIT_PATTERN, SPLIT_CASES_PATTERN, SPLIT_PATTERN
+from jingu.text.tokenizer_formats import GPT2_SPLIT_PATTERN
 
 # Types of tokens, as in sentencepiece.
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
-# llama.cpp's name of the rules that split text, by the pattern; the second name if words that are tokens are not kept
-# whole (`ignore_merges`). Patterns differ in how they are written, so equal ones are listed more than once.
-_PATTERNS = {
-    SPLIT_PATTERN: ("llama-bpe", "dbrx"),
-    SPLIT_PATTERN.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?i:[sdmt]|ll|ve|re)"): ("llama-bpe", "dbrx"),
-    DIGIT_SPLIT_PATTERN: (None, "qwen2"),
-    GPT2_SPLIT_PATTERN: (None, "gpt-2"),
-    SPLIT_CASES_PATTERN: (None, "gpt-4o"),
-}
+# Steps of pre-tokenizers that have no pattern in tokenizer.json, and patterns that do the same.
+_DIGITS = {True: r"\p{N}", False: r"\p{N}+"}
+_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
 # Kinds of named tokens whose GGUF keys differ from those of Hugging Face.
 _KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -37,11 +34,13 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     model = content["model"]
     tokens, types = _tokens(tokenizer, vocab_size)
     metadata: dict[str, Any] = {"tokens": tokens, "token_type": types}
+    normalizer = None
     if model["type"] != "BPE":
         raise _unsupported(f"llama.cpp reads no tokenizer of the kind {model['type']} for decoders")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if tokenizer.spelling == "bytes":
-        metadata |= {"model": "gpt2", "pre": _pre_tokenizer(content), "merges": merges}
+        rule, normalizer = _pre_tokenizer(content)
+        metadata |= {"model": "gpt2", "pre": rule, "merges": merges}
     elif tokenizer.spelling == "metaspace":
         metadata |= {"model": "llama", "pre": "default", "scores": _scores(tokens, merges)}
         metadata["add_space_prefix"] = _adds_prefix(content)
@@ -63,6 +62,8 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         metadata["bos_token_id"] = tokenizer.prompt_prefix_ids[0]
     metadata["add_eos_token"] = False
     prefixed_metadata = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    if normalizer is not None:
+        prefixed_metadata[NORMALIZER] = normalizer
     if tokenizer.chat_template is not None:
         prefixed_metadata["tokenizer.chat_template"] = tokenizer.chat_template
     return prefixed_metadata
@@ -88,28 +89,64 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
     return [-float(ranks.get(token, len(merges))) for token in tokens]
 
 
-def _pre_tokenizer(content: dict[str, Any]) -> str:
-    """Return llama.cpp's name of the rules by which a byte-level tokenizer splits text before it merges."""
+def _pre_tokenizer(content: dict[str, Any]) -> tuple[str, str | None]:
+    """Return llama.cpp's name of the rule by which a byte-level tokenizer splits text before it merges, and what the
+    tokenizer normalizes by if that is not usual for the rule."""
     if content.get("normalizer") not in (None, {"type": "NFC"}):
         raise _unsupported("llama.cpp does not normalize text as this tokenizer does")
+    normalizer = "none" if content.get("normalizer") is None else "NFC"
+    splits = _split_patterns(content)
+    rules = [] if splits is None else equal_rules(splits)
+    keeps_words = bool(content["model"].get("ignore_merges"))
+    fitting = [rule for rule in rules if rule.get("whole_words", False) == keeps_words]
+    if rules and not fitting and _merges_reach_tokens(content):
+        # Whether words that are tokens are kept whole makes no difference.
+        fitting = rules
+    if not fitting:
+        raise _unsupported("llama.cpp does not split text as this tokenizer does")
+    usual = fitting[0].get("normalizer", "none")
+    return fitting[0]["names"][0], None if normalizer == usual else normalizer
+
+
+def _split_patterns(content: dict[str, Any]) -> list[str] | None:
+    """Return the patterns by which a byte-level tokenizer splits text; None: it does more than that."""
     step = content["pre_tokenizer"] or {"type": "none"}
     steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
-    kinds = [step["type"] for step in steps]
-    keeps_words = bool(content["model"].get("ignore_merges"))
     if any(step.get("add_prefix_space") for step in steps):
         raise _unsupported("llama.cpp adds no space before a text that this kind of tokenizer encodes")
-    name: str | None = None
-    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True) and not keeps_words:
-        name = "gpt-2"
-    elif kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and steps[1].get("use_regex", True):
-        name = "smollm"
-    elif kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
-        pattern = steps[0]["pattern"].get("Regex")
-        word_name, merged = _PATTERNS.get(pattern, (None, None))
-        name = word_name if keeps_words else merged
-    if name is None:
-        raise _unsupported("llama.cpp does not split text as this tokenizer does")
-    return name
+    patterns: list[str | None] = []
+    for step in steps:
+        if step["type"] == "Digits":
+            patterns.append(_DIGITS[step["individual_digits"]])
+        elif step["type"] == "Punctuation" and step.get("behavior") == "Contiguous":
+            patterns.append(_PUNCTUATION)
+        elif step["type"] == "ByteLevel":
+            patterns += [GPT2_SPLIT_PATTERN] if step.get("use_regex", True) else []
+        else:
+            patterns.append(_split_pattern(step))
+    # Falcon's tokenizer divides letters from digits once more, across which it has no merges.
+    falcon = [_PUNCTUATION, GPT2_SPLIT_PATTERN, _DIGITS[False], "[0-9][0-9][0-9]"]
+    patterns = [_PUNCTUATION, GPT2_SPLIT_PATTERN, "[0-9][0-9][0-9]"] if patterns == falcon else patterns
+    return None if None in patterns else [pattern for pattern in patterns if pattern is not None]
+
+
+def _split_pattern(step: dict[str, Any]) -> str | None:
+    """Return the pattern of a step that splits text, whose matches are words; None: it is another step."""
+    pattern = step.get("pattern", {}).get("Regex") if step["type"] == "Split" else None
+    kept = (step.get("behavior"), bool(step.get("invert")))
+    # What lies between matches is removed, and nothing does if spaces match, too.
+    covers_text = pattern is not None and pattern.endswith(r"|\s+") and kept == ("Removed", True)
+    return pattern if kept == ("Isolated", False) or covers_text else None
+
+
+def _merges_reach_tokens(content: dict[str, Any]) -> bool:
+    """Return whether merges lead to every token of a byte-level vocabulary."""
+    model = content["model"]
+    merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
+    pairs = [(str(first), str(second)) for first, second in merges]
+    added = {token["content"] for token in content.get("added_tokens", [])}
+    bpe = models.BPE(model["vocab"], pairs)
+    return all(len(bpe.tokenize(token)) == 1 for token in model["vocab"] if token not in added)
 
 
 def _adds_prefix(content: dict[str, Any]) -> bool:

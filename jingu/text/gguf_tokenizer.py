@@ -7,31 +7,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from jingu.errors import JinguError
 from jingu.runtime.log import log_warning
+from jingu.tables import read_table
 from jingu.text.sentencepiece import SentencePieceModel, build_sentencepiece, prepend_token
-from jingu.text.tokenizer_formats import (
-    DIGIT_SPLIT_PATTERN,
-    GPT2_SPLIT_PATTERN,
-    SPLIT_CASES_PATTERN,
-    SPLIT_PATTERN,
-    build_byte_level_bpe,
-)
+from jingu.text.tokenizer_formats import GPT2_SPLIT_PATTERN, build_byte_level_bpe
 
-# llama.cpp's names for pre-tokenizers, the rules that split text into words before merging, grouped by equal rules.
-_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "jina-en", "jina-es", "jina-de", "jina-v2-code", "roberta-bpe")
-_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-# llama.cpp begins prompts with BOS unless the file says otherwise, and keeps words whole that are tokens.
-_LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "falcon3")
-# The same pattern without both.
-_DBRX = ("smaug-bpe", "dbrx")
-_CASES = ("gpt-4o", "llama4", "kanana2")
-_QWEN2 = ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2")
-# llama.cpp's rules for files that name none: each divides what the one before it left whole.
+_RULES = read_table(__file__, "gguf_rules.toml")["rules"]
+# llama.cpp's name for files that name no rule.
 _DEFAULT = "default"
-_DEFAULT_RULES = (r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT_PATTERN, r"\p{N}+", r"[0-9][0-9][0-9]")
+# The key in which jingu says how a tokenizer normalizes text: NFC or none.
+NORMALIZER = "tokenizer.jingu.normalizer"
+# Patterns in files, and those of the table that match the same words: other orders of alternatives of which one fits,
+# and quantifiers that cannot give back what they have matched, where this makes no difference.
+_EQUAL_PATTERNS = (
+    (r"'(?i:[sdmt]|ll|ve|re)", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"),
+    (r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"),
+    (r"[^\r\n\p{L}\p{N}]?+\p{L}+", r"[^\r\n\p{L}\p{N}]?\p{L}+"),
+    (r" ?[^\s\p{L}\p{N}]++", r" ?[^\s\p{L}\p{N}]+"),
+    (r"|\s*[\r\n]|", r"|\s*[\r\n]+|"),
+    (r"\p{N}{1}|", r"\p{N}|"),
+    (r"(\s|[.,!?…。，、।۔،])", r"(\s|.,!?…。，、।۔،)"),
+)
+_SPACE = "▁"
 # Types of tokens, as in sentencepiece.
 _CONTROL, _USER = 3, 4
 _TOKENS = ("bos", "eos", "unknown", "padding")
@@ -49,16 +49,17 @@ def write_gguf_tokenizer(metadata: Mapping[str, Any], max_length: int, folder: P
         JinguError: the file has no tokenizer, or one that is unsupported or damaged.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama", "t5"):
+    if kind not in ("gpt2", "llama", "t5", "gemma4"):
         raise JinguError(
             f"the file's tokenizer is of the kind {kind}; jingu supports byte-level BPE (gpt2) and sentencepiece "
-            "(llama, t5) in GGUF."
+            "(llama, t5, gemma4) in GGUF."
         )
     tokens = metadata.get("tokenizer.ggml.tokens")
     try:
         if not isinstance(tokens, list):
             raise ValueError("it has no tokens")
-        inner = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens, kind)
+        read = {"gpt2": _byte_level, "gemma4": _merged_pieces}.get(kind, _sentencepiece)
+        inner = read(metadata, tokens)
     except JinguError:
         raise
     except Exception as error:  # the library raises bare Exception for bad content
@@ -68,7 +69,8 @@ def write_gguf_tokenizer(metadata: Mapping[str, Any], max_length: int, folder: P
         number = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(number, int) and 0 <= number < len(tokens):
             special_names[f"{_HF_NAMES.get(name, name)}_token"] = tokens[number]
-    has_bos = kind == "llama" or (kind == "gpt2" and metadata.get("tokenizer.ggml.pre") in _LLAMA3)
+    rule = find_rule(str(metadata.get("tokenizer.ggml.pre"))) or {}
+    has_bos = kind == "llama" or (kind == "gpt2" and rule.get("adds_bos", False))
     if metadata.get("tokenizer.ggml.add_bos_token", has_bos) and "bos_token" in special_names:
         prepend_token(inner, special_names["bos_token"])
     config = {
@@ -93,39 +95,80 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
             "The GGUF file does not say how its tokenizer splits text (tokenizer.ggml.pre). jingu uses llama.cpp's "
             "default, and the ids can differ from those that the model was trained on."
         )
-    if pre not in (*_GPT2, *_DIGITS, *_LLAMA3, *_DBRX, *_QWEN2, *_CASES, _DEFAULT):
+    rule = find_rule(pre)
+    if rule is None:
         raise JinguError(f"the file's tokenizer splits text by the rule {pre!r}, which jingu does not support.")
-    pairs = [(first, second) for first, second in (merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"])]
     vocab = {token: number for number, token in enumerate(tokens)}
-    pattern = ""
-    if pre in (*_LLAMA3, *_DBRX):
-        pattern = SPLIT_PATTERN
-    elif pre in _CASES:
-        pattern = SPLIT_CASES_PATTERN
-    elif pre in _QWEN2:
-        pattern = DIGIT_SPLIT_PATTERN
-    inner = build_byte_level_bpe(vocab, pairs, pattern, whole_words=pre in _LLAMA3)
-    if pre in _DIGITS:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        inner.pre_tokenizer = pre_tokenizers.Sequence([digits, inner.pre_tokenizer])
-    if pre == _DEFAULT:
-        splits = [pre_tokenizers.Split(Regex(rule), behavior="isolated") for rule in _DEFAULT_RULES]
-        inner.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    inner = build_byte_level_bpe(vocab, _merges(metadata), "", whole_words=rule.get("whole_words", False))
+    *splits, last = rule["splits"]
+    if last == GPT2_SPLIT_PATTERN:
+        steps = [_split(pattern) for pattern in splits] + [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    else:
+        steps = [_split(pattern) for pattern in rule["splits"]] + [pre_tokenizers.ByteLevel(False, use_regex=False)]
+    inner.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    if metadata.get(NORMALIZER, rule.get("normalizer")) == "NFC":
+        inner.normalizer = normalizers.NFC()
     inner.post_processor = processors.ByteLevel(trim_offsets=False)
-    for token, type_ in zip(tokens, metadata.get("tokenizer.ggml.token_type", []), strict=False):
-        if type_ in (_CONTROL, _USER):
-            inner.add_tokens([AddedToken(token, special=type_ == _CONTROL, normalized=False)])
+    _add_tokens(inner, metadata, tokens)
     return inner
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> Any:
+def find_rule(name: str) -> dict[str, Any] | None:
+    """Return the rule that splits text, by a name of llama.cpp; None: jingu does not know it."""
+    return next((rule for rule in _RULES if name in rule["names"]), None)
+
+
+def equal_rules(splits: list[str]) -> list[dict[str, Any]]:
+    """Return the rules that split text as these patterns do, one after the other."""
+    patterns = [_plain_pattern(pattern) for pattern in splits]
+    return [rule for rule in _RULES if [_plain_pattern(pattern) for pattern in rule["splits"]] == patterns]
+
+
+def _plain_pattern(pattern: str) -> str:
+    """Return one of several patterns that match the same words."""
+    for other, plain in _EQUAL_PATTERNS:
+        pattern = pattern.replace(other, plain)
+    return pattern
+
+
+def _split(pattern: str) -> Any:
+    return pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+
+
+def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the pairs of pieces that are merged. A piece may be a space, so the one that divides them is not first."""
+    merges = metadata["tokenizer.ggml.merges"]
+    return [(merge[: merge.index(" ", 1)], merge[merge.index(" ", 1) + 1 :]) for merge in merges]
+
+
+def _add_tokens(inner: Any, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+    """Make the tokens that are no pieces of text special, and those that users define parts of no word."""
+    for token, type_ in zip(tokens, metadata.get("tokenizer.ggml.token_type", []), strict=False):
+        if type_ in (_CONTROL, _USER):
+            inner.add_tokens([AddedToken(token, special=type_ == _CONTROL, normalized=False)])
+
+
+def _merged_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
+    """Build a tokenizer from pieces of sentencepiece with merges (Gemma 4). Bytes stand for what no piece spells."""
+    vocab = {token: number for number, token in enumerate(tokens)}
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    options = {} if unknown is None else {"unk_token": tokens[unknown]}
+    model = models.BPE(vocab, _merges(metadata), byte_fallback="<0x0A>" in vocab, fuse_unk=True, **options)
+    inner: Any = Tokenizer(model)
+    inner.normalizer = normalizers.Replace(" ", _SPACE)
+    inner.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    _add_tokens(inner, metadata, tokens)
+    return inner
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
     """Build a tokenizer from pieces with scores. The kind `llama` is BPE, and `t5` is Unigram."""
     return build_sentencepiece(
         SentencePieceModel(
             tokens,
             metadata["tokenizer.ggml.scores"],
             metadata["tokenizer.ggml.token_type"],
-            unigram=kind == "t5",
+            unigram=metadata["tokenizer.ggml.model"] == "t5",
             byte_fallback="<0x0A>" in tokens,
             charsmap=bytes(metadata.get("tokenizer.ggml.precompiled_charsmap", [])),
             prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -542,6 +544,21 @@ def test_llama_cpp_computes_the_same(name: str, make_model: Callable[[str], Path
     opened = llama_cpp.Llama(str(file), n_ctx=128, verbose=False, n_threads=1, type_k=0, type_v=0, flash_attn=False)
     generated = opened.generate(ids, temp=0.0)
     assert [next(generated) for _ in range(100)] == expected[3:]
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_the_check_knows_that_llama_cpp_does_not_normalize(make_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Qwen's tokenizer composes letters and accents."""
+    content = json.loads((make_model("qwen2") / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "NFC"}
+    shutil.copytree(make_model("qwen2"), tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(content))
+    file = tmp_path / "model.gguf"
+    assert main(["export", str(tmp_path / "model"), "--to", str(file), "--dtype", "fp32", "--check"]) == 0
+    decomposed = "e\u0301 a\u0308"
+    again = Tokenizer.load(open_model(file).tokenizer())
+    assert again.encode(decomposed) == Tokenizer.load(tmp_path / "model").encode(decomposed)
 
 
 @needs_llama_cpp
