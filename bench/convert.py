@@ -19,24 +19,31 @@ from pathlib import Path
 ROUNDS = 7
 
 
-def build_source(folder: Path) -> Path:
-    """Write a Hugging Face folder with a model of 134M parameters in fp32 and a small tokenizer."""
+def build_source(folder: Path, width: int = 1024, dtype: str = "fp32") -> Path:
+    """Write a Hugging Face folder with a model and a small tokenizer: 134M parameters at a width of 1,024."""
     import torch
 
     from jingu.config.sections.model import ModelSettings
     from jingu.formats.export import export_hf
     from jingu.model.decoder import parameter_shapes
     from jingu.model.resolve import spec_from_settings
+    from jingu.runtime.device import DTYPES
     from jingu.text.tokenizer_training import train_tokenizer
 
     train_tokenizer(iter(["some text"]), 257, ["<|endoftext|>"]).save(folder / "tokenizer")
     settings = ModelSettings(
-        family="llama", hidden_size=1024, num_heads=16, num_layers=8, vocab_size=16000, tie_word_embeddings=False
+        family="llama", hidden_size=width, num_heads=16, num_layers=8, vocab_size=16000, tie_word_embeddings=False
     )
     spec = spec_from_settings(settings, 257, 512)
     shapes = parameter_shapes(spec)
     generator = torch.Generator().manual_seed(0)
-    export_hf(spec, lambda name: torch.randn(shapes[name], generator=generator), folder / "tokenizer", folder / "from")
+    export_hf(
+        spec,
+        lambda name: torch.randn(shapes[name], generator=generator),
+        folder / "tokenizer",
+        folder / "from",
+        DTYPES[dtype],
+    )
     return folder / "from"
 
 

@@ -124,13 +124,13 @@ def _open(file: Path, config: dict[str, Any]) -> list[Stored]:
     return list(join_packed(places, METHODS[config["quant_method"]].forms, config).values())
 
 
-def _cpu_time() -> float:
+def cpu_time() -> float:
     """Return the CPU time of this process and of the programs that it has run."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def _peak_memory(work: Callable[[], object]) -> int:
+def peak_memory(work: Callable[[], object]) -> int:
     """Return the growth in bytes of the process's anonymous memory during a call, at most, sampled in a thread."""
     before = peak = _anonymous_memory()
     ended = threading.Event()
@@ -179,14 +179,14 @@ def _measure(config: dict[str, Any], make: Callable[[], Tensors], rounds: int, f
         times = []
         for work in (copy_file, read, keep):
             copy.unlink(missing_ok=True)
-            begin = _cpu_time()
+            begin = cpu_time()
             work()
-            times.append(_cpu_time() - begin)
+            times.append(cpu_time() - begin)
         seconds.append(times)
     copy_time, read_time, keep_time = (statistics.median(each) for each in zip(*seconds, strict=True))
     size = file.stat().st_size / 1e9
     release_free_memory()
-    memory = _peak_memory(read) / largest
+    memory = peak_memory(read) / largest
     rates = [size / copy_time, size / read_time, copy_time / read_time, memory, copy_time / keep_time]
     return " | ".join([f"{size * 1000:.0f}", *(f"{rate:.2f}" for rate in rates)])
 

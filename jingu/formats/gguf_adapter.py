@@ -8,6 +8,7 @@ Shapes: R rank, I inputs, O outputs, E experts.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from jingu.errors import JinguError
 from jingu.formats.gguf import open_tensors
 from jingu.formats.gguf_export import find_architecture, matrix_mappings, partial_file
 from jingu.formats.gguf_names import moves_columns
+from jingu.formats.gguf_write import OutputTensor, write_gguf
 from jingu.formats.stored_model import StoredModel, read_lora_pair
 from jingu.model.adapter_specs import Lora
 from jingu.model.decoder import parameter_shapes
@@ -55,19 +57,18 @@ def write_gguf_adapters(adapters: StoredModel, base: StoredModel, base_path: Pat
             tensors |= {f"{mapping.hf_name}.{leaf}": part for leaf, part in zip(_LEAVES, pair, strict=True)}
     if left_out:
         raise JinguError(f"llama.cpp has no adapters such as {min(left_out)}.", where=to, fix=_MERGE)
+    metadata = {
+        library.Keys.General.ARCHITECTURE: name,
+        library.Keys.General.TYPE: library.GGUFType.ADAPTER,
+        library.Keys.General.NAME: to.stem,
+        library.Keys.Adapter.TYPE: "lora",
+        library.Keys.Adapter.LORA_ALPHA: float(adapter.alpha),
+    }
+    fp32 = library.GGMLQuantizationType.F32
+    outputs = [OutputTensor(key, tuple(part.shape), fp32, partial(iter, [part])) for key, part in tensors.items()]
     try:
         with partial_file(to) as file:
-            writer = library.GGUFWriter(file, name)
-            writer.add_type(library.GGUFType.ADAPTER)
-            writer.add_name(to.stem)
-            writer.add_string(library.Keys.Adapter.TYPE, "lora")
-            writer.add_float32(library.Keys.Adapter.LORA_ALPHA, adapter.alpha)
-            for key, tensor in tensors.items():
-                writer.add_tensor(key, tensor.float().contiguous().numpy())
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
+            write_gguf(file, metadata, outputs, library)
     except OSError as error:
         raise write_error(error, to) from error
     write_text_atomically(to.with_name("Modelfile"), f"FROM {base_path}\nADAPTER ./{to.name}\n")

@@ -11,9 +11,8 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,9 +35,10 @@ from jingu.formats.gguf_names import (
     split_latents,
     written_classes,
 )
+from jingu.formats.gguf_write import OutputTensor, write_gguf
 from jingu.formats.huggingface import find_family
 from jingu.formats.importance import Importance, measure_importance
-from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
+from jingu.formats.safetensors import TensorLocation
 from jingu.formats.stored_model import StoredModel, normalize_head
 from jingu.model.components import LinearScaling, Llama3Scaling, RotaryPositions, YarnScaling
 from jingu.model.families import FAMILIES, equivalent_spec
@@ -66,9 +66,6 @@ LLAMA_CPP_TYPES = {
 }  # fmt: skip
 # Elements of a row that share scales in llama.cpp's types, apart from iq4_nl.
 _SUPERBLOCK = 256
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Elements that are converted at a time, chosen to fit into a CPU's cache.
-_CHUNK = CHUNK_ELEMENTS // 4
 # The types that llama.cpp keeps in fp32 in every file: vectors, and routers.
 _FP32_NAMES = ("ffn_gate_inp.weight",)
 # The matrix of latents' keys and values, which is divided.
@@ -83,23 +80,6 @@ _COMPUTED = (
     "logit_scale", "logit_softcap", "embedding_norm", "normalize_lm_head", "scale_lm_head", "per_layer_inputs",
     "head_bias",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _OutputTensor:
-    """A tensor of the file.
-
-    Attributes:
-        name: GGUF's name.
-        shape: its shape, in PyTorch's order.
-        kind: its type, of the package's `GGMLQuantizationType`.
-        read: yields its parts along the first dim, in order.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    kind: Any
-    read: Callable[[], Iterator[Tensor]]
 
 
 def export_gguf(
@@ -383,41 +363,16 @@ def _modelfile(to: Path, model: StoredModel) -> str:
 def _write_file(
     file: Path, spec: ModelSpec, name: str, model: StoredModel, metadata: dict[str, Any], kind: str, library: ModuleType
 ) -> None:
-    """Write a GGUF file whose matrices have the type `kind`. One tensor at a time is in memory."""
-    writer = library.GGUFWriter(file, name)
-    writer.add_file_type(library.LlamaFileType[{"F32": "ALL_F32"}.get(kind, f"MOSTLY_{kind}")])
+    """Write a GGUF file whose matrices have the type `kind`."""
+    general = library.Keys.General
+    first = {
+        general.ARCHITECTURE: name,
+        general.FILE_TYPE: int(library.LlamaFileType[{"F32": "ALL_F32"}.get(kind, f"MOSTLY_{kind}")]),
+    }
     if kind not in ("F32", "F16", "BF16"):
-        writer.add_quantization_version(library.GGML_QUANT_VERSION)
-    for key, value in metadata.items():
-        _add_value(writer, key, value, library)
+        first[general.QUANTIZATION_VERSION] = library.GGML_QUANT_VERSION
     tensors = _output_tensors(spec, name, model, library.GGMLQuantizationType[kind], library, file)
-    for tensor in tensors:
-        block, size = library.GGML_QUANT_SIZES[tensor.kind]
-        stored_shape = (*tensor.shape[:-1], tensor.shape[-1] // block * size)
-        writer.add_tensor_info(
-            tensor.name, stored_shape, np.dtype(np.uint8), prod(stored_shape), raw_dtype=tensor.kind
-        )  # fmt: skip
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for tensor in tensors:
-        writer.write_tensor_data(_quantize(tensor, library))
-    writer.close()
-
-
-def _add_value(writer: Any, key: str, value: Any, library: ModuleType) -> None:
-    """Add a value to the metadata with the type that llama.cpp expects of it."""
-    types = library.GGUFValueType
-    if isinstance(value, list):
-        writer.add_array(key, value)
-    elif isinstance(value, bool):
-        writer.add_key_value(key, value, types.BOOL)
-    elif isinstance(value, int):
-        writer.add_key_value(key, value, types.UINT32)
-    elif isinstance(value, float):
-        writer.add_key_value(key, value, types.FLOAT32)
-    else:
-        writer.add_key_value(key, str(value), types.STRING)
+    write_gguf(file, first | metadata, tensors, library)
 
 
 def _mappings(spec: ModelSpec, name: str, library: ModuleType, to: Path) -> list[TensorMapping]:
@@ -469,7 +424,7 @@ def _importance_by_gguf_name(
 
 def _output_tensors(
     spec: ModelSpec, name: str, model: StoredModel, kind: Any, library: ModuleType, to: Path
-) -> list[_OutputTensor]:
+) -> list[OutputTensor]:
     """Return the tensors of the file in the order of the model's. Raises JinguError if llama.cpp lacks one."""
     tensors = []
     for mapping in _mappings(spec, name, library, to):
@@ -480,17 +435,17 @@ def _output_tensors(
             tensors += _latent_tensors(mapping, model, kind, library)
             continue
         kind_of_tensor = _kind_of(mapping.hf_name, shape, kind, library)
-        tensors.append(_OutputTensor(mapping.hf_name, shape, kind_of_tensor, partial(_read_parts, mapping, model)))
+        tensors.append(OutputTensor(mapping.hf_name, shape, kind_of_tensor, partial(_read_parts, mapping, model)))
     divisors = _proportional_divisors(spec)
     if isinstance(spec.position, RotaryPositions) and isinstance(spec.position.scaling, Llama3Scaling):
         divisors = _frequency_divisors(spec.position, spec.attention.head_dim)
     if divisors is not None:
         fp32, factors = library.GGMLQuantizationType.F32, divisors
-        tensors.append(_OutputTensor("rope_freqs.weight", tuple(factors.shape), fp32, lambda: iter([factors])))
+        tensors.append(OutputTensor("rope_freqs.weight", tuple(factors.shape), fp32, lambda: iter([factors])))
     return tensors
 
 
-def _latent_tensors(mapping: TensorMapping, model: StoredModel, kind: Any, library: ModuleType) -> list[_OutputTensor]:
+def _latent_tensors(mapping: TensorMapping, model: StoredModel, kind: Any, library: ModuleType) -> list[OutputTensor]:
     """Return the tensors of the keys and of the values of latents, which are one parameter."""
     (parameter,) = mapping.jingu_shapes
 
@@ -501,7 +456,7 @@ def _latent_tensors(mapping: TensorMapping, model: StoredModel, kind: Any, libra
     for number, leaf in enumerate(("attn_k_b", "attn_v_b")):
         name = mapping.hf_name.replace("attn_kv_b", leaf)
         shape = tuple(split_latents(torch.empty(mapping.shape, device="meta"), mapping.spec)[number].shape)
-        tensors.append(_OutputTensor(name, shape, _kind_of(name, shape, kind, library), partial(read, number)))
+        tensors.append(OutputTensor(name, shape, _kind_of(name, shape, kind, library), partial(read, number)))
     return tensors
 
 
@@ -540,40 +495,6 @@ def _kind_of(name: str, shape: tuple[int, ...], kind: Any, library: ModuleType) 
     if len(shape) == 1 or name in _FP32_NAMES or name.endswith(_FP32_NAMES):
         return types.F32
     return types.F16 if shape[-1] % library.GGML_QUANT_SIZES[kind][0] else kind
-
-
-def _quantize(tensor: _OutputTensor, library: ModuleType) -> Any:
-    """Return the bytes of a tensor [..., bytes of a row], converted a few rows at a time."""
-    block, size = library.GGML_QUANT_SIZES[tensor.kind]
-    width = tensor.shape[-1]
-    result = np.empty((prod(tensor.shape[:-1]), width // block * size), dtype=np.uint8)
-    first = 0
-    for part in tensor.read():
-        rows = part.reshape(-1, width)
-        for chunk in rows.split(max(1, _CHUNK // width)):
-            result[first : first + len(chunk)] = _row_bytes(chunk, tensor.kind, library)
-            first += len(chunk)
-    return result
-
-
-def _row_bytes(rows: Tensor, kind: Any, library: ModuleType) -> Any:
-    """Return the bytes of rows in a tensor type. Those that PyTorch computes are equal to those of the package."""
-    if kind.name in _FLOATS:
-        return rows.to(_FLOATS[kind.name]).contiguous().view(torch.uint8).numpy()
-    if kind.name == "Q8_0":
-        return _round_to_q8_0(rows).numpy()
-    return library.quants.quantize(rows.float().contiguous().numpy(), kind).view(np.uint8).reshape(len(rows), -1)
-
-
-def _round_to_q8_0(rows: Tensor) -> Tensor:
-    """Return the bytes of rows in Q8_0: for 32 elements a scale in fp16, and their codes, rounded away from zero."""
-    groups = rows.float().unflatten(1, (-1, 32))
-    low, high = groups.aminmax(dim=-1, keepdim=True)
-    scale = torch.maximum(-low, high) / 127
-    codes = groups * torch.where(scale == 0, 0.0, 1 / scale)
-    # Truncating the sum with a half of the same sign; both are exact for numbers up to 127.
-    codes = codes.add_(torch.full_like(codes, 0.5).copysign_(codes)).to(torch.int8)
-    return torch.cat([scale.half().view(torch.uint8), codes.view(torch.uint8)], -1).flatten(1)
 
 
 # k-quants
