@@ -32,10 +32,23 @@ def set_mixer_kernels(
     """Let the mixers of a model, or of a stage of it, compute with the kernels that the setting names.
 
     Raises:
-        JinguError: the kernels of flash-linear-attention were requested, and cannot be used.
+        JinguError: as `use_mixer_kernels`.
+    """
+    for module in model.modules() if use_mixer_kernels(spec, kernels, device_type, compute) else ():
+        if isinstance(module, GatedDeltaMixer):
+            module.kernel = delta_rule
+        elif isinstance(module, StateSpaceMixer):
+            module.kernel = state_space
+
+
+def use_mixer_kernels(spec: ModelSpec, kernels: MixerKernels, device_type: str, compute: torch.dtype) -> bool:
+    """Return whether the setting asks for the kernels of flash-linear-attention where they can be used.
+
+    Raises:
+        JinguError: they were requested, and cannot be used.
     """
     if kernels == "torch":
-        return
+        return False
     obstacle = _find_obstacle(spec, device_type, compute)
     if obstacle is not None and kernels == "fla":
         raise JinguError(
@@ -43,11 +56,7 @@ def set_mixer_kernels(
             where="train.mixer_kernels",
             fix="Set it to auto, which computes with PyTorch where the kernels cannot be used.",
         )
-    for module in model.modules() if obstacle is None else ():
-        if isinstance(module, GatedDeltaMixer):
-            module.kernel = delta_rule
-        elif isinstance(module, StateSpaceMixer):
-            module.kernel = state_space
+    return obstacle is None
 
 
 def _find_obstacle(spec: ModelSpec, device_type: str, compute: torch.dtype) -> str | None:

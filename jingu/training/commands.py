@@ -53,7 +53,7 @@ from jingu.training.plan_commands import PlanRequest, resolve_spec, search_run
 from jingu.training.pretraining import PRETRAINING
 from jingu.training.run import RESUME_UNCHANGED, ResumeOptions, Run, open_run
 from jingu.training.run_folder import lock_run, record_run_inputs, write_run_files
-from jingu.training.session import train_run
+from jingu.training.session import check_start, train_run
 from jingu.training.task import TaskFactory, find_task_factory
 from jingu.training.trace import Trace
 from jingu.watch.activity import watch_rank
@@ -146,6 +146,7 @@ def train_on_rank(
         if ranks.world > 1:
             check_equal_on_all_ranks(_describe_start(config, resume_options), ranks.host)
         run, plan = open_run_with_plan(config, ranks.world, resume_options, task_factory)
+        check_start(run, plan, ranks)
         if ranks.world > 1:
             inputs = {"checksums of the data": run.data_checksums, "tokenizer": run.tokenizer.fingerprint()}
             check_equal_on_all_ranks(inputs, ranks.host)

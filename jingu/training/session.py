@@ -28,6 +28,7 @@ from jingu.errors import JinguError, pluralize
 from jingu.formatting import format_rounded
 from jingu.model.decoder import parameter_shapes
 from jingu.model.matmul_kernels import matmul_dtype
+from jingu.model.mixer_kernels import use_mixer_kernels
 from jingu.model.trainable import is_trained
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
@@ -67,6 +68,24 @@ COMPILE_SECONDS = 30.0
 COMPILE_SAVING = 0.05
 # Rollbacks halve the learning rate down to this share of it. A run that still diverges has another problem.
 MIN_LR_SCALE = 1 / 32
+
+
+def check_start(run: Run, plan: BatchPlan, ranks: RankInfo) -> None:
+    """Check the settings against the device, before anything is written or allocated.
+
+    Raises:
+        JinguError: the device does not support a setting, or the state of this rank does not fit into memory.
+    """
+    config, device_type = run.config, ranks.device.type
+    precision = choose_precision(config.precision, ranks.device)
+    use_mixer_kernels(run.spec, config.train.mixer_kernels, device_type, precision.compute)
+    check_async_tensor_parallel(config.parallel, device_type, compile=config.train.compile is not False)
+    # The system may kill a process that takes too much memory.
+    if config.parallel.offload.type == "none":
+        sizes = resolve_axis_sizes(config.parallel, ranks.world, run.spec)
+        memory = estimate_memory(config, run.spec, sizes, plan, precision)
+        owner = "this machine" if device_type == "cpu" else "the device"
+        require_memory(memory, total_memory(ranks.device), owner)
 
 
 def train_run(
@@ -257,20 +276,14 @@ def build_trainer(
         compile: whether to compile blocks and loss.
 
     Raises:
-        JinguError: the state or a micro-batch of this rank does not fit into memory.
+        JinguError: a micro-batch of this rank does not fit into memory.
     """
-    # 1. Check the memory before anything is allocated: the system may kill a process that takes too much.
-    if run.config.parallel.offload.type == "none":
-        sizes = resolve_axis_sizes(run.config.parallel, ranks.world, run.spec)
-        memory = estimate_memory(run.config, run.spec, sizes, plan, precision)
-        owner = "this machine" if ranks.device.type == "cpu" else "the device"
-        require_memory(memory, total_memory(ranks.device), owner)
-    # 2. Build, then shorten the timeout of collectives to that of training.
+    # 1. Build, then shorten the timeout of collectives to that of training.
     task = task_factory.create(run, mesh, compile)
     model, optimizer = build_model_and_optimizer(run, mesh, precision, compile=compile)
     trainer = Trainer(run, plan, ranks, task, model, optimizer, meter, compile)
     set_group_timeouts(COLLECTIVE_TIMEOUT)
-    # 3. Try. Errors that are not the compiler's are raised.
+    # 2. Try. Errors that are not the compiler's are raised.
     if compile:
         log_info("Compiling; the first step takes a while.")
     try:
@@ -280,7 +293,7 @@ def build_trainer(
         if not (compile and raised_by_compiler(error)):
             raise
         log_info(f"torch.compile failed ({_first_line(error)}); training continues without it.")
-    # 4. Build again without compilation. Free the first model before the second one is built.
+    # 3. Build again without compilation. Free the first model before the second one is built.
     torch.compiler.reset()
     del trainer, model, optimizer, task
     return build_trainer(run, plan, ranks, mesh, precision, meter, task_factory, compile=False)

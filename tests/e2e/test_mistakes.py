@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from jingu.checkpoint import save_folder
 from jingu.cli import main
 from jingu.config.load import dump_yaml
 from jingu.data.build import build
+from jingu.errors import JinguError
 from jingu.text.tokenizer_commands import train as train_tokenizer
+from jingu.training import precision
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +72,29 @@ def test_missing_tokenizer_and_data(error_of):
     assert error_of({"data.path": "none"}) == "jingu: none: there is no data set here. Run `jingu data build` first."
     Path("empty").mkdir()
     assert error_of({"tokenizer.path": "empty"}) == f"jingu: empty: the tokenizer's folder has no tokenizer.json. {fix}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"train.mixer_kernels": "fla"},
+            "train.mixer_kernels: fla cannot be used, because no layer of the model has the delta rule or the state "
+            "space of Mamba-2. Set it to auto, which computes with PyTorch where the kernels cannot be used.",
+        ),
+        (
+            {"precision": {"type": "fp8"}},
+            "precision.type: FP8 is missing here.",
+        ),
+        ({"model.hidden_size": 2**17}, "model: weights, gradients and optimizer state of one rank take 3,076.0 GiB"),
+    ],
+)
+def test_a_setting_that_the_device_does_not_support_leaves_no_folder(error_of, monkeypatch, changes, sentence):
+    if "precision" in changes:
+        monkeypatch.setattr(
+            precision, "check_fp8", Mock(side_effect=JinguError("FP8 is missing here.", where="precision.type"))
+        )
+    assert error_of(changes).startswith(f"jingu: {sentence}")
 
 
 def test_data_set_of_another_tokenizer(error_of, tiny_run, library):
