@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -13,9 +16,10 @@ import yaml
 from jingu.errors import JinguError
 from jingu.launch.hosts import FAILING_NODES, write_failing_nodes
 from jingu.launch.node_checks import CHECK_SECONDS, KERNEL, SLOW_SHARE, Figures, run_checks
-from jingu.launch.probe import Failure, ProbeListener, Target, choose_targets, find_culprits, local_address, probe
+from jingu.launch.probe import Failure, ProbeListener, Target, choose_targets, find_culprits, probe
 from jingu.runtime.exit_codes import EXIT_LOST, EXIT_MISTAKE
 from jingu.runtime.files import write_text_atomically
+from jingu.runtime.peer_watch import Verdict, local_address
 
 if TYPE_CHECKING:
     from jingu.config.schema import RunConfig
@@ -67,8 +71,18 @@ def doctor(folder: Path | None = None, machine: Path | None = None, file: Path |
     failing = probe_nodes(board, host, hosts)
     network: dict[str, list[Figures]] = {}
     figures: Figures = {}
+
+    def give_up(verdict: Verdict) -> None:
+        """Conclude, and exit at once: the network check waits for ranks that are lost."""
+        for rank in verdict.ranks:
+            _add_failure(by_host[hosts[rank]], "network", verdict.sentence.rstrip("."))
+        if board.rank == 0:
+            _conclude(by_host, {}, machine)
+        sys.stdout.flush()
+        os._exit(EXIT_LOST if board.rank else EXIT_MISTAKE)
+
     if not failing:
-        network, figures, failing = _check_network(board, host, hosts, folder, config, machine)
+        network, figures, failing = _check_network(board, host, hosts, folder, config, machine, give_up)
     for name in by_host:
         by_host[name] += network.get(name, [])
         if name in failing:
@@ -109,7 +123,13 @@ def probe_nodes(board: Board, host: str, hosts: list[str]) -> dict[str, str]:
 
 
 def _check_network(
-    board: Board, host: str, hosts: list[str], folder: Path, config: RunConfig | None, machine: Path | None
+    board: Board,
+    host: str,
+    hosts: list[str],
+    folder: Path,
+    config: RunConfig | None,
+    machine: Path | None,
+    give_up: Callable[[Verdict], None],
 ) -> tuple[dict[str, list[Figures]], Figures, dict[str, str]]:
     """Measure the network between the nodes.
 
@@ -126,7 +146,7 @@ def _check_network(
     failure: str | None = None
     is_consequence = False
     try:
-        with join_process_group("auto", None) as ranks:
+        with join_process_group("auto", None, give_up) as ranks:
             network, figures = check_network(ranks, folder, config)
             if machine is not None and ranks.device.type == "cpu":
                 figures |= measure_rank_speed(ranks)

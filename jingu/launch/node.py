@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from jingu.errors import JinguError, pluralize
-from jingu.launch.node_codes import CODES_VARIABLE, NodeCodes
-from jingu.launch.probe import ProbeListener, Target, find_interface, format_endpoint, local_address, probe
+from jingu.launch.node_codes import CODES_VARIABLE, NodeCodes, find_lost_node
+from jingu.launch.probe import ProbeListener, Target, find_interface, format_endpoint, probe
 from jingu.launch.start import START_VARIABLE, Start, check_versions, installed_versions
 from jingu.runtime.exit_codes import EXIT_LOST, EXIT_MISTAKE, EXIT_PREEMPTED, EXIT_STALLED
 from jingu.runtime.gpus import visible_devices
+from jingu.runtime.peer_watch import UnreachableError, local_address
 from jingu.runtime.stderr import ignore_failing_stderr
 
 # Environment variable with a number that is added to exit codes after which the node starts again, for cluster managers
@@ -183,8 +184,9 @@ def _run_started_node(text: str) -> int:
     codes = NodeCodes(Path(folder), rank)
     try:
         code = _check_and_run(start, rank, codes.announce, partial(_wait_for_file, codes.ready))
-    except JinguError:
-        codes.finish(EXIT_MISTAKE)
+    except JinguError as error:
+        is_lost = isinstance(error, UnreachableError) and find_lost_node(os.environ.get("SLURM_JOB_NODELIST", ""))
+        codes.finish(EXIT_LOST if is_lost else EXIT_MISTAKE)
         raise
     codes.finish(code)
     # With another code, srun would end the other nodes while they are still saving.
@@ -212,7 +214,14 @@ def _run_connected_node() -> int:
             first_listens = threading.Event()
             threading.Thread(target=_obey_launcher, args=(first_listens,), daemon=True).start()
             start = Start(**request["start"])
-            return run_node(start, request["node_rank"], partial(_reply, listening=True), first_listens.wait)
+            try:
+                return run_node(start, request["node_rank"], partial(_reply, listening=True), first_listens.wait)
+            except UnreachableError as error:
+                if not first_listens.is_set():
+                    raise
+                # This node has connected to the first one before (a request to probe), which is lost by now.
+                print(f"jingu: {error}", file=sys.stderr)
+                return EXIT_LOST
     return EXIT_LOST
 
 

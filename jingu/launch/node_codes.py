@@ -75,7 +75,7 @@ def read_code(folder: Path, code: int) -> int:
     return combine_exit_codes(codes.values(), is_node_lost=bool(starts - codes.keys()))
 
 
-def find_lost_node(node_list: str, seconds: float) -> str | None:
+def find_lost_node(node_list: str, seconds: float = _STEADY_SECONDS) -> str | None:
     """Watch the nodes of a job for some seconds; return the name of one that Slurm has lost, or on which slurmd ends.
 
     Args:
@@ -116,7 +116,7 @@ def _answers(node: re.Match[str], usual_port: int) -> bool:
 def main(words: Sequence[str]) -> None:
     code = read_code(Path(words[0]), int(words[1]))
     node_list = os.environ.get("SLURM_JOB_NODELIST", "")
-    host = find_lost_node(node_list, _STEADY_SECONDS) if find_restart(code) == Restart.COUNTED else None
+    host = find_lost_node(node_list) if find_restart(code) == Restart.COUNTED else None
     if host is not None:
         print(f"jingu: {host} no longer answers Slurm, so this counts as the loss of the node.", file=sys.stderr)
         code = EXIT_LOST

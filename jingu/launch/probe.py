@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from jingu.runtime.peer_watch import local_address
+
 # Time to connect, and time for the data to arrive.
 PROBE_SECONDS = 5.0
 _BYTES = 2**18
@@ -154,17 +156,6 @@ def find_culprits(failures: Mapping[tuple[str, str], Failure]) -> dict[str, str]
 def format_endpoint(address: str, port: int) -> str:
     """Return an address with its port; IPv6 addresses stand in brackets."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
-def local_address(address: str) -> str:
-    """Return the address of this machine from which it reaches another address; empty if there is no route."""
-    with suppress(OSError):
-        family, kind, protocol, _, endpoint = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe_socket:
-            # Connecting a datagram socket sends nothing, but makes the kernel choose the local address.
-            probe_socket.connect(endpoint)
-            return str(probe_socket.getsockname()[0])
-    return ""
 
 
 def is_loopback(address: str) -> bool:

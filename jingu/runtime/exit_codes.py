@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -69,10 +69,17 @@ def find_restart(code: int) -> Restart:
     return next((row.restart for row in EXIT_CODES if row.code == str(code)), Restart.COUNTED)
 
 
-def exit_code_of(returncode: int) -> int:
-    """Return the exit code for a return code of `subprocess`, in which a signal is a negative number."""
+def exit_code_of(returncode: int, forwarded: Collection[int] = ()) -> int:
+    """Return the exit code for a return code of `subprocess`, in which a signal is a negative number.
+
+    Args:
+        forwarded: signals by which the launcher was asked to stop, and which it has sent to the rank. They kill a rank
+            that does not handle them yet, and has nothing to save.
+    """
     if returncode == -WATCHDOG_SIGNAL:
         return EXIT_STALLED
+    if -returncode in forwarded:
+        return EXIT_INTERRUPTED if -returncode == signal.SIGINT else EXIT_PREEMPTED
     return _SIGNALED - returncode if returncode < 0 else returncode
 
 

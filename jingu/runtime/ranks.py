@@ -14,13 +14,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import torch
@@ -31,7 +31,16 @@ from jingu.errors import JinguError, join_words
 from jingu.runtime.device import device_module, find_device_type, retain_freed_memory
 from jingu.runtime.exit_codes import EXIT_LOST
 from jingu.runtime.gpus import nccl_environment, num_usable_cores
-from jingu.runtime.signals import stop_with_launcher
+from jingu.runtime.peer_watch import (
+    PeerWatch,
+    UnreachableError,
+    Verdict,
+    all_peers_are_alive,
+    end_process,
+    local_address,
+    watch_peers,
+)
+from jingu.runtime.signals import exits_path, stop_with_launcher
 
 # How long a collective waits for other ranks.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -44,7 +53,9 @@ _RENDEZVOUS_SECONDS = 0.05
 # What PyTorch, gloo and NCCL say of a connection to a process that has ended, or to a machine that is gone.
 _LOST_CONNECTION = re.compile(
     r"Connection (reset|closed) by peer|Broken pipe|Socket (closed|Timeout)|Connection was likely closed"
-    r"|Connection timed out|No route to host|remote process exited|Application timeout caused pair closure",
+    r"|Connection timed out|No route to host|remote process exited|Application timeout caused pair closure"
+    # All ranks were connected to each other when they joined the process group.
+    r"|connectFullMesh failed",
     re.IGNORECASE,
 )
 _UNREACHABLE = re.compile(
@@ -167,12 +178,15 @@ def choose_device(kind: DeviceType, local_rank: int) -> torch.device:
 
 
 @contextmanager
-def join_process_group(device_type: DeviceType, threads: int | None) -> Iterator[RankInfo]:
+def join_process_group(
+    device_type: DeviceType, threads: int | None, give_up: Callable[[Verdict], None] = end_process
+) -> Iterator[RankInfo]:
     """Join the process group, and leave it after the block. Without a launcher, the group has one rank.
 
     Args:
         device_type: the setting `device.type`.
         threads: CPU threads of this process; None: the usable cores divided by the local ranks.
+        give_up: ends this process if ranks are lost while they connect.
     """
     # Set up this process: device, threads, memory, backend.
     stop_with_launcher()
@@ -203,10 +217,11 @@ def join_process_group(device_type: DeviceType, threads: int | None) -> Iterator
     atexit.unregister(gc.collect)
     atexit.register(gc.collect)
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
-        # Wait until all ranks are connected. Otherwise, if one rank failed now, ranks that are still connecting would
-        # report a failed connection instead of its error.
-        all_ranks_agree(True)
+        with _watch_peers(store, rank, world, give_up) if world > 1 else nullcontext():
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+            # Wait until all ranks are connected. Otherwise, if one rank failed now, ranks that are still connecting
+            # would report a failed connection instead of its error.
+            all_ranks_agree(True)
     except RuntimeError as error:
         _explain_connection(error)
         raise
@@ -227,6 +242,37 @@ def _check_interface(has_other_nodes: bool) -> None:
         raise JinguError(what, where=socket.gethostname(), fix=fix)
 
 
+@contextmanager
+def _watch_peers(store: Any, rank: int, world: int, give_up: Callable[[Verdict], None]) -> Iterator[None]:
+    """Watch the other ranks while they connect: they are lost, or hang, or a firewall is between them.
+
+    Raises:
+        SystemExit: a connection has failed, and not all ranks are alive.
+    """
+    beats = dist.PrefixStore("beats", store.clone())  # type: ignore[attr-defined]
+    address, _ = master_address()
+    with watch_peers(PeerWatch(beats, rank, world, local_address(address)), give_up):
+        try:
+            yield
+        except RuntimeError as error:
+            others = dist.PrefixStore("beats", store)  # type: ignore[attr-defined]
+            if _is_unreachable(error) and not all_peers_are_alive(others, world):
+                _exit_lost()
+            raise
+
+
+def _exit_lost() -> NoReturn:
+    """Say that this rank is not the cause, and exit."""
+    text = f"a rank on {socket.gethostname()} lost its connection to another rank, which has exited."
+    print(f"jingu: {text}", file=sys.stderr)
+    raise SystemExit(EXIT_LOST) from None
+
+
+def _is_unreachable(error: RuntimeError) -> bool:
+    """Return whether an error says that this rank cannot connect to another one."""
+    return "connectFullMesh" in str(error) or _UNREACHABLE.search(str(error)) is not None
+
+
 def _explain_connection(error: RuntimeError) -> None:
     """Raise a readable error for ranks that cannot connect to each other, if this is the error.
 
@@ -235,7 +281,7 @@ def _explain_connection(error: RuntimeError) -> None:
         SystemExit: another rank has exited; it has said why.
     """
     host, text = socket.gethostname(), str(error)
-    if "connectFullMesh" in text or _UNREACHABLE.search(text):
+    if _is_unreachable(error):
         address = re.search(r"remote=\[([^\]]+)\]", text)
         peer = f" to {address[1]}" if address else ""
         reason = (_UNREACHABLE.search(text) or ["no connection"])[0].lower()
@@ -245,8 +291,7 @@ def _explain_connection(error: RuntimeError) -> None:
         )
         raise JinguError(f"this rank cannot connect{peer} ({reason}).", where=host, fix=fix) from error
     if is_lost_connection(error):
-        print(f"jingu: a rank on {host} lost its connection to another rank, which has exited.", file=sys.stderr)
-        raise SystemExit(EXIT_LOST) from None
+        _exit_lost()
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -285,7 +330,7 @@ def _open_store(rank: int, world: int) -> Any:
     """Return the key-value store for the rendezvous of a launched command. It stays open until the process ends."""
     # The store is in rank 0, or in its launcher. Wait for it, unless it is in this process.
     if "MASTER_ADDR" in os.environ and (rank or "TORCHELASTIC_USE_AGENT_STORE" in os.environ):
-        wait_for_master(os.environ["MASTER_ADDR"], _variable("MASTER_PORT", 0))
+        _wait_for_store()
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=COLLECTIVE_TIMEOUT))  # type: ignore[attr-defined]
     # When torchrun restarts ranks, its store may still have the addresses of the previous ranks. So each attempt has a
     # prefix of its own.
@@ -294,6 +339,18 @@ def _open_store(rank: int, world: int) -> Any:
     else:
         attempt = agree_on_attempt(store, rank, world)
     return dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+
+
+def _wait_for_store() -> None:
+    """Wait for the store. Raises SystemExit if it is lost, and JinguError if it was never there."""
+    address, port = master_address()
+    if not exits_path():
+        wait_for_master(address, port)
+        return
+    try:
+        wait_for_master(address, port, refused_seconds=REACH_SECONDS)
+    except JinguError:  # jingu's launcher has reached it from this machine, before it started this rank
+        _exit_lost()
 
 
 def agree_on_attempt(store: Any, rank: int, world: int) -> int:
@@ -359,8 +416,8 @@ def wait_for_master(
             as a collective waits.
 
     Raises:
-        JinguError: the machine cannot be reached, nothing has started there within the timeout, or another program
-            answers.
+        UnreachableError: the machine cannot be reached, or nothing has started there within the timeout.
+        JinguError: another program answers.
     """
     # Imported here, because the import is slow (DTensor).
     from jingu.compat.torch_distributed import may_be_store
@@ -381,7 +438,7 @@ def wait_for_master(
             if seconds > (refused_seconds if isinstance(error, ConnectionRefusedError) else reach_seconds):
                 fix = "Check MASTER_ADDR and MASTER_PORT, that rank 0 has started, and that no firewall is in the way."
                 what = f"the master address {address}:{port} cannot be reached ({error.strerror or error})."
-                raise JinguError(what, where=socket.gethostname(), fix=fix) from error
+                raise UnreachableError(what, where=socket.gethostname(), fix=fix) from error
         if seconds > REACH_SECONDS and not is_announced:
             print(f"jingu: waiting for rank 0 to start at {address}:{port}.", file=sys.stderr)
             is_announced = True

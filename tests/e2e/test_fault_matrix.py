@@ -353,6 +353,39 @@ def test_a_run_ends_with_the_same_bits_after_a_fault(launched, fault, tiny_run, 
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in undisturbed["tensors"].items())
 
 
+def listens(process: psutil.Process) -> bool:
+    """Whether a rank listens for others, and so connects to them."""
+    folder = Path(f"/proc/{process.pid}")
+    with suppress(OSError):
+        sockets = {str(path.readlink()) for path in (folder / "fd").iterdir()}
+        rows = [line.split() for name in ("tcp", "tcp6") for line in (folder / "net" / name).read_text().splitlines()]
+        return any(row[3] == "0A" and f"socket:[{row[9]}]" in sockets for row in rows)
+    return False
+
+
+@pytest.mark.parametrize("fault", ["killed rank", "lost node"])
+@pytest.mark.parametrize("launched", [Local, Ssh, Elastic, Slurm, Pods], indirect=True)
+def test_a_loss_while_the_ranks_connect_is_no_error_of_a_person(launched, fault):
+    """The last rank has published its address, and the first one then tries to connect to it."""
+    plant, code, _ = FAULTS[fault]
+    if isinstance(launched, Local) and fault == "lost node":
+        pytest.skip("this machine is the node")
+    launched.start()
+    wait_until(lambda: len(launched.ranks()) == RANKS, launched.read)
+    first, last = launched.ranks()
+    first.suspend()
+    wait_until(lambda: listens(last), launched.read)
+    plant(launched)
+    with suppress(psutil.NoSuchProcess):
+        first.resume()
+    if find_restart(code) not in launched.restarts:
+        assert launched.wait() == code, launched.read()
+        launched.start()
+    assert launched.wait() == 0, launched.read()
+    output = launched.read()
+    assert "Traceback" not in output and output.count("Complete: 100 steps") == 1, output
+
+
 @pytest.mark.parametrize("launched", [Local, Ssh, Elastic, Slurm, Pods], indirect=True)
 def test_an_error_of_a_person_is_one_paragraph_and_never_starts_again(launched):
     """The data set is not there, which only the ranks see."""

@@ -16,9 +16,9 @@ from jingu.launch.probe import (
     find_culprits,
     format_endpoint,
     is_loopback,
-    local_address,
     probe,
 )
+from jingu.runtime.peer_watch import local_address
 
 REFUSED = Failure("refuses connections", "target")
 SILENT = Failure("does not answer", "target")

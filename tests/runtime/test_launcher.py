@@ -86,6 +86,21 @@ os.kill(os.getpid(), signal.SIGKILL) if rank == "1" else time.sleep(1000)
         os.kill(int((tmp_path / "0").read_text()), 0)
 
 
+@pytest.mark.parametrize(("kind", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_signal_that_comes_before_the_ranks_handle_it_is_no_failure(play, capfd, kind, code):
+    """A preemption while ranks import or connect: they have nothing to save, and start again."""
+    preempt = f"""
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+Path(rank).touch()
+wait_for("0", "1")
+if rank == "0":
+    os.kill(os.getppid(), {int(kind)})
+time.sleep(1000)
+"""
+    assert play(preempt) == code
+    assert "was killed" not in capfd.readouterr().err
+
+
 def test_a_killed_rank_is_told_where_the_others_leave(play, capfd):
     assert play("os.kill(os.getpid(), signal.SIGSEGV) if rank == '1' else sys.exit(69)") == 139
     told = f"rank 1 on {socket.gethostname()} was killed by SIGSEGV; other ranks exited."
