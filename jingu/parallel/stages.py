@@ -95,7 +95,12 @@ def split_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> lis
 @lru_cache(maxsize=256)
 def _balance_blocks(spec: ModelSpec, stages: int) -> list[int]:
     """Return the number of blocks of each stage of a model, balanced by cost at the maximum context length."""
-    return balance_stages(layer_costs(spec, parameter_sizes(spec), spec.max_position_embeddings), stages)
+    return balance_stages(_costs(spec), stages)
+
+
+@lru_cache(maxsize=4)
+def _costs(spec: ModelSpec) -> list[float]:
+    return layer_costs(spec, parameter_sizes(spec), spec.max_position_embeddings)
 
 
 def balance_stages(costs: Sequence[float], stages: int) -> list[int]:

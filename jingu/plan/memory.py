@@ -398,8 +398,13 @@ def _shared_step(
     pipeline, context, tensor, expert = axes
     schedule, stages, sequence, micro_batch, accumulation = key
     sizes = AxisSizes(pipeline, 1, 1, context, tensor, expert)
-    parallel = ParallelSettings(pipeline_schedule=schedule, stages_per_rank=stages)
+    parallel = _settings_of_schedule(schedule, stages)
     return Workload(model, sizes, parallel, sequence, micro_batch, accumulation, checkpointing, software=software)
+
+
+@lru_cache(maxsize=1024)
+def _settings_of_schedule(schedule: Any, stages: Any) -> ParallelSettings:
+    return ParallelSettings(pipeline_schedule=schedule, stages_per_rank=stages)
 
 
 @dataclass(frozen=True)
@@ -440,7 +445,8 @@ def _step_tensors(work: Workload, stage: Stage) -> _StepTensors:
         all_bytes, selective, input_bytes = block_activations(block, work)
         num_checkpointed = 0
         if checkpointing.type != "none" and not delay:
-            num_checkpointed = sum(number % checkpointing.every == 0 for number in numbers)
+            every = checkpointing.every
+            num_checkpointed = len(numbers) if every == 1 else sum(number % every == 0 for number in numbers)
         checkpoint = input_bytes if checkpointing.type == "full" else selective
         total += in_flight * (num_checkpointed * checkpoint + (len(numbers) - num_checkpointed) * all_bytes)
         if delay:

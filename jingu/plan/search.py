@@ -23,17 +23,19 @@ from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
 from jingu.parallel.stages import check_layout
 from jingu.plan.intervals import memory_margin
 from jingu.plan.machine import Machine
-from jingu.plan.memory import least_memory, stage_memory
+from jingu.plan.memory import block_activations, least_memory, micro_batches_in_flight, stage_memory
 from jingu.plan.step_time import (
+    DataTime,
     StageTime,
     data_seconds,
+    data_time,
     idle_share,
     model_seconds,
     optimizer_seconds,
     schedule_time,
     step_time,
 )
-from jingu.plan.workload import Stage, Workload
+from jingu.plan.workload import BlockSizes, Stage, Workload
 
 _CHECKPOINTING = tuple(ActivationCheckpointingSettings(type=kind) for kind in ("none", "selective", "full"))
 _MODEL_AXES = ("pipeline", "tensor", "context", "expert")
@@ -67,7 +69,8 @@ class SearchResult:
     Attributes:
         num_estimates: number of estimated layouts.
         rejections: number of rejected layouts by reason; examples: one example for each reason.
-        conflicts: cached results of `_conflict`; schedules: cached settings of a division with a schedule.
+        conflicts: cached results of `_conflict`; settings: cached results of `_change`; loads: cached loads of
+            schedules; data_times: cached collectives of a stage.
         nearest: the layout that is short of the least memory: missing bytes and description.
     """
 
@@ -76,13 +79,36 @@ class SearchResult:
     rejections: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     conflicts: dict[tuple[object, ...], JinguError | None] = field(default_factory=dict)
-    schedules: dict[tuple[object, ...], ParallelSettings] = field(default_factory=dict)
+    settings: dict[tuple[object, ...], ParallelSettings] = field(default_factory=dict)
+    loads: dict[tuple[object, ...], _Load] = field(default_factory=dict)
+    data_times: dict[tuple[object, ...], DataTime] = field(default_factory=dict)
     nearest: tuple[float, str] = (inf, "")
 
     def reject(self, reason: str, example: str, number: int = 1) -> None:
         """Count layouts that are rejected for a reason."""
         self.rejections[reason] += number
         self.examples.setdefault(reason, example)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What a schedule with a number of micro-batches costs, whatever a micro-batch is.
+
+    Attributes:
+        wait: lower bound of the time of a step, relative to the computation.
+        stages: of each distinct stage, the kinds of blocks with their number times that of micro-batches in flight.
+    """
+
+    wait: float
+    stages: tuple[tuple[tuple[BlockSizes, float], ...], ...]
+
+    def num_bytes(self, stored: dict[BlockSizes, float]) -> float:
+        """Return a lower bound of the activations of the fullest rank.
+
+        Args:
+            stored: bytes that a block of each kind stores of a micro-batch.
+        """
+        return max(sum(stored[block] * number for block, number in stage) for stage in self.stages)
 
 
 @dataclass(frozen=True)
@@ -117,10 +143,11 @@ def search_layouts(base: Workload, ranks: int, machine: Machine, rows: int, *, b
     likely = [cell for cell in cells if cell.micro_batch == 1 and cell.checkpointing.type == "full"]
     limit = inf
     seconds: list[float] = []
+    draft = SearchResult([], settings=result.settings, loads=result.loads, data_times=result.data_times)
     for cell in likely:
         if cell.bound > limit:
             break
-        plans = _search_cell(base, cell, machine, SearchResult([]), limit, first_only=True)
+        plans = _search_cell(base, cell, machine, draft, limit, first_only=True)
         seconds = sorted(seconds + [plan.step for plan in plans])[:best]
         limit = seconds[-1] if len(seconds) == best else inf
     # 2. All layouts.
@@ -149,16 +176,18 @@ def _idle_bound(work: Workload, machine: Machine) -> float:
 
 
 def _evaluate(
-    work: Workload, machine: Machine, result: SearchResult, limit: float, times: _CellTime
+    work: Workload, machine: Machine, result: SearchResult, limit: float, times: _CellTime, seconds: float
 ) -> tuple[Plan | None, bool]:
     """Return the estimates of a layout, with offload if it does not fit otherwise.
+
+    Args:
+        seconds: the step time without the optimizer.
 
     Returns:
         The plan, or None if the layout does not fit at all or takes longer than `limit` seconds; and whether it does
         not fit so clearly that one with more state on a GPU cannot fit either.
     """
     usable = machine.usable_bytes / memory_margin(machine)
-    seconds = times.seconds + data_seconds(work, times.slowest, times.stage, machine)
     for offload in _OFFLOAD[: 1 if machine.is_shared else 2]:
         if offload.type != "none":
             work = replace(work, parallel=work.parallel.model_copy(update={"offload": offload}))
@@ -288,47 +317,115 @@ def _search_cell(
     first, kind, spec = cell.settings, cell.checkpointing.type, base.spec
     pipeline, tensor, context, expert = (int(getattr(first, axis)) for axis in _MODEL_AXES)
     schedules = _schedules(pipeline, (spec.num_encoder_layers or 0) + spec.num_layers)
+    usable = machine.usable_bytes / memory_margin(machine)
+    sizes = AxisSizes(pipeline, 1, cell.data, context, tensor, expert)
+    stored = _stored_bytes(_layout(base, cell, sizes, first))
     plans: list[Plan] = []
     for schedule, stages in [("1f1b", "auto")] if first_only else schedules:
-        key = (schedule, stages, pipeline, kind, expert > 1, cell.accumulation)
+        place = (pipeline, schedule, stages, cell.accumulation)
+        key = (*place, kind, expert > 1)
         if result.conflicts.get(key) is not None and not _is_valid(base, key, result):
             continue
-        place = (id(first), schedule, stages)
-        if place not in result.schedules:
-            update = {"pipeline_schedule": schedule, "stages_per_rank": stages}
-            result.schedules[place] = first.model_copy(update=update)
-        settings = result.schedules[place]
-        work = replace(
-            base,
-            sizes=AxisSizes(pipeline, 1, cell.data, context, tensor, expert),
-            parallel=settings,
-            micro_batch=cell.micro_batch,
-            accumulation=cell.accumulation,
-            checkpointing=cell.checkpointing,
-        )
         # 1. What does not depend on ZeRO: bounds of time and memory, validity.
-        if cell.bound * (1 + _idle_bound(work, machine) / cell.accumulation) > limit:
+        load = result.loads.get(place)
+        if load is not None and (cell.bound * load.wait > limit or load.num_bytes(stored) > usable):
+            result.rejections["out of memory"] += cell.bound * load.wait <= limit
             continue
-        if not _is_valid(work, key, result):
+        settings = _change(first, result, pipeline_schedule=schedule, stages_per_rank=stages)
+        work = _layout(base, cell, sizes, settings)
+        wait = 1 + _idle_bound(work, machine) / cell.accumulation
+        if cell.bound * wait > limit or not _is_valid(work, key, result):
             continue
+        result.loads[place] = _Load(wait, tuple(_in_flight(work, stage) for stage in work.stages))
         times = _cell_time(work, cell, machine, result)
         if times is None or times.seconds > limit:
             continue
-        # 2. All divisions of the data-parallel ranks, beginning with those that shard most.
-        for zero, shards in _data_divisions(cell.data, context):
-            for shard in shards[:1] if first_only else shards:
-                if shard * context % expert:
-                    continue
-                sizes = AxisSizes(pipeline, cell.data // shard, shard, context, tensor, expert)
-                update = {"zero_stage": zero, "shard": shard, "replicate": cell.data // shard}
-                layout = replace(work, sizes=sizes, parallel=settings.model_copy(update=update))
-                if not _is_valid(layout, (*key, zero), result):
-                    break
-                plan, is_too_large = _evaluate(layout, machine, result, limit, times)
-                plans += [plan] if plan is not None else []
-                if is_too_large:
-                    break
+        plans += _search_divisions(work, key, times, machine, result, limit, first_only=first_only)
     return plans
+
+
+def _search_divisions(
+    work: Workload,
+    key: tuple[object, ...],
+    times: _CellTime,
+    machine: Machine,
+    result: SearchResult,
+    limit: float,
+    *,
+    first_only: bool,
+) -> list[Plan]:
+    """Return the layouts of a cell with one schedule that fit and take at most `limit` seconds.
+
+    They are all divisions of the data-parallel ranks, beginning with those that shard most.
+
+    Args:
+        work: one of them.
+        key: what decides whether it is valid.
+        first_only: whether to try only those that shard most.
+    """
+    plans: list[Plan] = []
+    stage, context, data_ranks = times.slowest, work.sizes.context, work.sizes.data
+    for zero, shards in _data_divisions(data_ranks, context):
+        for shard in shards[:1] if first_only else shards:
+            if shard * context % work.sizes.expert:
+                continue
+            # Most layouts are too slow, so they are made only if their time is not known.
+            division = (stage, data_ranks, shard, context, work.sizes.tensor, work.sizes.expert)
+            layout, data = None, result.data_times.get(division)
+            if data is None:
+                layout = _divide(work, shard, zero, result)
+                data = result.data_times[division] = data_time(layout, stage, machine)
+            seconds = data_seconds(work, stage, times.stage, data, zero, is_shared=machine.is_shared)
+            if times.seconds + seconds > limit:
+                continue
+            layout = layout or _divide(work, shard, zero, result)
+            if not _is_valid(layout, (*key, zero), result):
+                break
+            plan, is_too_large = _evaluate(layout, machine, result, limit, times, times.seconds + seconds)
+            plans += [plan] if plan is not None else []
+            if is_too_large:
+                break
+    return plans
+
+
+def _divide(work: Workload, shard: int, zero: int, result: SearchResult) -> Workload:
+    """Return a layout in which `shard` of the data-parallel ranks share the state."""
+    division = {"replicate": work.sizes.data // shard, "shard": shard}
+    settings = _change(work.parallel, result, zero_stage=zero, **division)
+    return replace(work, sizes=replace(work.sizes, **division), parallel=settings)
+
+
+def _layout(base: Workload, cell: _Cell, sizes: AxisSizes, settings: ParallelSettings) -> Workload:
+    return Workload(
+        base.model,
+        sizes,
+        settings,
+        base.sequence,
+        cell.micro_batch,
+        cell.accumulation,
+        cell.checkpointing,
+        base.optimizer,
+        base.software,
+    )
+
+
+def _change(settings: ParallelSettings, result: SearchResult, **update: object) -> ParallelSettings:
+    """Return settings with an update; those of all layouts of a division of the model are the same objects."""
+    key = (id(settings), *update.values())
+    if key not in result.settings:
+        result.settings[key] = settings.model_copy(update=update)
+    return result.settings[key]
+
+
+def _stored_bytes(work: Workload) -> dict[BlockSizes, float]:
+    """Return the least that a block of each kind stores of a micro-batch, in bytes."""
+    position = {"none": 0, "selective": 1, "full": 2}[work.checkpointing.type]
+    return {block: block_activations(block, work)[position] for block in dict.fromkeys(work.model.blocks)}
+
+
+def _in_flight(work: Workload, stage: Stage) -> tuple[tuple[BlockSizes, float], ...]:
+    batches = micro_batches_in_flight(work, stage)
+    return tuple((block, len(numbers) * batches) for block, numbers in stage.blocks)
 
 
 def _cell_time(work: Workload, cell: _Cell, machine: Machine, result: SearchResult) -> _CellTime | None:

@@ -328,8 +328,13 @@ def _shared_computation(
 ) -> Workload:
     tensor, context, expert, method, sequence, micro_batch = key
     sizes = AxisSizes(1, 1, 1, context, tensor, expert)
-    parallel = ParallelSettings(context_method=method)
+    parallel = _settings_of_context(method)
     return Workload(model, sizes, parallel, sequence, micro_batch, 1, checkpointing, software=software)
+
+
+@lru_cache(maxsize=2)
+def _settings_of_context(method: Any) -> ParallelSettings:
+    return ParallelSettings(context_method=method)
 
 
 @lru_cache(maxsize=65536)
@@ -447,7 +452,8 @@ def _context_seconds(block: BlockSizes, work: Workload, group: Neighbors, machin
 def step_time(work: Workload, machine: Machine) -> dict[str, float]:
     """Return the seconds of a step by term, for the slowest rank of the pipeline."""
     terms, slowest, time = schedule_time(work, machine)
-    terms["data"] = data_seconds(work, slowest, time, machine)
+    data = data_time(work, slowest, machine)
+    terms["data"] = data_seconds(work, slowest, time, data, work.parallel.zero_stage, is_shared=machine.is_shared)
     terms["optimizer"] = optimizer_seconds(work, slowest, machine)
     return terms
 
@@ -543,33 +549,55 @@ def idle_share(work: Workload) -> float:
             return 1 / chunks + (1 - 1 / chunks) * missing / (ranks - 1)
 
 
-def data_seconds(work: Workload, stage: Stage, time: StageTime, machine: Machine) -> float:
-    """Return the exposed communication of data parallelism in seconds: gradient reduction and parameter gathering."""
-    soft, zero = work.software, work.parallel.zero_stage
+@dataclass(frozen=True)
+class DataTime:
+    """Seconds of the collectives of data parallelism, before overlap: each once.
+
+    Attributes:
+        gather: of the weights of a stage; reduce: of their gradients; replicas: of gradients over `replicate`.
+    """
+
+    gather: float
+    reduce: float
+    replicas: float
+
+
+def data_time(work: Workload, stage: Stage, machine: Machine) -> DataTime:
+    """Return the seconds of the collectives of data parallelism, which do not depend on the micro-batches."""
+    soft = work.software
     groups = place_groups(work, machine)
     parts = rank_shares(work, stage)
     gathered_bytes = sum(part.gathered_bytes * count for part, count in parts)
     reduced_bytes = soft.reduce_bytes * sum(part.num_reduced * count for part, count in parts)
-    rounds = work.accumulation
     # Embedding and head need a call of their own, which matters only for small models.
     calls = stage.num_blocks * soft.gathers_per_block + machine.is_shared
     gather = ring_seconds(gathered_bytes, groups["fsdp"], machine, calls)
     reduce = ring_seconds(reduced_bytes, groups["fsdp"], machine, calls)
     replicas = all_reduce_seconds(reduced_bytes / groups["fsdp"].ranks, groups["replicate"], machine, calls)
-    if zero == 3:
-        gathers, reductions = 2 * rounds, rounds
-    else:
-        gathers, reductions = 1, rounds if zero == 2 else 1
+    return DataTime(gather, reduce, replicas)
+
+
+def data_seconds(work: Workload, stage: Stage, time: StageTime, data: DataTime, zero: int, *, is_shared: bool) -> float:
+    """Return the exposed communication of data parallelism in seconds: gradient reduction and parameter gathering.
+
+    Args:
+        zero: stage of ZeRO, in place of that of `work`.
+        is_shared: whether the ranks share cores.
+    """
+    soft, rounds = work.software, work.accumulation
+    gather, reduce = data.gather, data.reduce
     # On shared cores, communication that overlaps takes time from the computation, so nothing is hidden.
-    if machine.is_shared:
-        return gathers * gather + reductions * reduce + replicas
+    if is_shared:
+        if zero == 3:
+            return (2 * gather + reduce) * rounds + data.replicas
+        return gather + (rounds if zero == 2 else 1) * reduce + data.replicas
     # The first block of a pass cannot overlap.
     first = 1.0 / max(1, stage.num_blocks)
     passes = rounds if zero == 3 else 1
     seconds = passes * _exposed(gather, first * gather, time.forward * soft.overlap)
     backward = (gather if zero == 3 else 0.0) + reduce
     seconds += (rounds if zero >= 2 else 1) * _exposed(backward, first * reduce, time.backward * soft.overlap)
-    return seconds + _exposed(replicas, 0.0, max(0.0, time.backward * soft.overlap - backward))
+    return seconds + _exposed(data.replicas, 0.0, max(0.0, time.backward * soft.overlap - backward))
 
 
 def _exposed(seconds: float, least: float, computing: float) -> float:

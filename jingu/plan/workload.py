@@ -26,6 +26,8 @@ from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import rank_of_stage, split_blocks
 from jingu.plan.software import Software
 
+# One object for all workloads: hashes and caches compare these by identity.
+_ADAMW, _JINGU = AdamWSettings(), Software()
 _TABLES = ("embedding.weight", "positions.weight", "relative_bias.weight")
 
 
@@ -130,8 +132,8 @@ class Workload:
     micro_batch: int
     accumulation: int
     checkpointing: ActivationCheckpointingSettings = field(default_factory=ActivationCheckpointingSettings)
-    optimizer: OptimizerBase = field(default_factory=AdamWSettings)
-    software: Software = field(default_factory=Software)
+    optimizer: OptimizerBase = _ADAMW
+    software: Software = _JINGU
 
     @property
     def ranks(self) -> int:
