@@ -234,7 +234,9 @@ def oneflow(row: Row) -> list[Case]:
     axes = {"replicate": data, "tensor": tensor, "pipeline": pipeline}
     equal = [layers // pipeline] * pipeline
     spec = gpt(layers, hidden, heads, 2048)
-    work = workload(spec, axes, micro, batch, LIBRARY["oneflow-2021"], layers_per_stage=equal)
+    # Without tensor parallelism, collectives have a stream of their own (oneflow_gpt/training.py).
+    software = replace(LIBRARY["oneflow-2021"], overlap=Software().overlap if tensor == 1 else 0.0)
+    work = workload(spec, axes, micro, batch, software, layers_per_stage=equal)
     # The eight GPUs of a node share a link of 100 Gbit/s, 12.5 GB/s.
     machine = find_machine("v100-16").model_copy(update={"nic_gbs": 12.5 / 8})
     gib = float(row["mem_mib"]) / 1024

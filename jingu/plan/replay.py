@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -95,8 +96,9 @@ def _storages(value: object) -> dict[int, torch.UntypedStorage]:
     return {storage_key(storage): storage for storage in storages}
 
 
-def record_step(step: Callable[[], object], state: object) -> StepRecord:
-    """Run a step, and return its record.
+@contextmanager
+def recording(state: object) -> Iterator[StepRecord]:
+    """Record the step that is taken within the block.
 
     Args:
         state: tensors that exist before the step: parameters and optimizer state.
@@ -105,5 +107,16 @@ def record_step(step: Callable[[], object], state: object) -> StepRecord:
     recorder.watch(state)
     recorder.record.begin = recorder.record.peak = recorder.total()
     with recorder:
+        yield recorder.record
+
+
+def record_step(step: Callable[[], object], state: object) -> StepRecord:
+    """Run a step, and return its record; `state` is that of `recording`."""
+    with recording(state) as record:
         step()
-    return recorder.record
+    return record
+
+
+def storage_bytes(state: object) -> int:
+    """Return the bytes of the storages of all tensors in a value, each counted once."""
+    return sum(storage.nbytes() for storage in _storages(state).values())

@@ -44,6 +44,7 @@ class Software:
         overlap: share of the computing time that communication of gradients and weights can overlap with; 0: none.
         gathers_per_block: collectives in which ZeRO gathers, or reduces, a block.
         splits_sends: whether each rank of `tensor` sends only its part of the hidden states to the next stage.
+        sends_in_turn: whether a pipeline rank sends and receives one message at a time, rather than both ways at once.
         overlaps_sends: whether hidden states are sent between stages during computation.
         sends_to_nodes: whether a token is sent to each node only once, even if several of its experts are there.
         overlaps_experts: whether the all-to-all overlaps with the computation of another micro-batch.
@@ -83,6 +84,7 @@ class Software:
     overlap: float = 0.8
     gathers_per_block: float = 1.0
     splits_sends: bool = True
+    sends_in_turn: bool = False
     overlaps_sends: bool = False
     sends_to_nodes: bool = False
     overlaps_experts: bool = False

@@ -33,6 +33,9 @@ TERMS = (
 START_HOPS, NODE_HOPS = 4.0, 4.0
 # Largest cost of the start and end of a matmul, relative to the matmul itself.
 START_SHARE = 3.0
+# Network bandwidth of all-to-alls relative to that of rings, at most the whole: a rank sends to all others at once, and
+# ranks of a ring wait for one another in each step. DeepEP's authors measured 43 to 58 GB/s on cards of 50 GB/s.
+DIRECT = 1.25
 # Slowdown of computation by communication that overlaps with it (Isaev et al., 2023: 15% within a node).
 CONTENTION = 0.15
 _NO_CHECKPOINTING = ActivationCheckpointingSettings()
@@ -120,7 +123,8 @@ def exchange_seconds(size: float, group: Neighbors, machine: Machine) -> float:
         return 0.0
     rates = machine.efficiency
     near = size * (group.in_node - 1) / group.ranks / (machine.link_gbs * rates.link * 1e9)
-    far = size * (group.ranks - group.in_node) / group.ranks / (machine.nic_gbs * rates.nic * 1e9)
+    nic = rates.nic if machine.is_shared else min(1.0, DIRECT * rates.nic)
+    far = size * (group.ranks - group.in_node) / group.ranks / (machine.nic_gbs * nic * 1e9)
     # All ranks send at once, so ranks that share cores wait for their turn only once.
     hops = 1 if machine.ranks_per_core > 1 else min(group.ranks - 1, 8)
     return rates.hop_us * 1e-6 * hops + max(near, far)
@@ -468,7 +472,9 @@ def schedule_time(work: Workload, machine: Machine) -> tuple[dict[str, float], S
         # Each micro-batch crosses a stage boundary in the forward and in the backward pass.
         travel = 2 * stages_per_rank(work.parallel) * boundary_seconds(work, machine)
         hidden = time.forward + time.backward if work.software.overlaps_sends else 0.0
-        terms["pipeline"] = max(0.0, travel - hidden) * batches
+        # A rank sends one while it receives another, unless its software does this in turn.
+        messages = travel * (2 if work.software.sends_in_turn else 1)
+        terms["pipeline"] = max(0.0, messages - hidden) * batches
         if work.parallel.pipeline_schedule == "1f1b" and batches >= ranks:
             bubble = _idle_seconds(times, time, travel)
         else:

@@ -102,14 +102,13 @@ def _format_memory(size: float) -> str:
 
 
 def _describe_plan(plan: Row) -> str:
-    """Return the actual and the planned time and memory of a step, as a line."""
-    seconds, memory = (
-        [get_number(plan, f"{kind}_{what}") for kind in ("actual", "planned")] for what in ("seconds", "memory_bytes")
-    )
-    return (
-        f"step {format_number(seconds[0])} s (planned {format_number(seconds[1])} s) · "
-        f"memory {_format_memory(memory[0])} (planned {_format_memory(memory[1])})"
-    )
+    """Return the actual and the planned time of a step, and memory of tensors if it was measured, as a line."""
+    seconds = [format_number(get_number(plan, f"{side}_seconds")) for side in ("actual", "planned")]
+    line = f"step {seconds[0]} s (planned {seconds[1]} s)"
+    if not plan.get("actual_memory"):
+        return line
+    memory = [_format_memory(get_number(plan, f"{side}_memory_bytes")) for side in ("actual", "planned")]
+    return f"{line} · tensors {memory[0]} (planned {memory[1]})"
 
 
 def _windows(run: Path) -> list[Window]:

@@ -26,6 +26,7 @@ MAX_SAMPLES_PER_PROMPT = 6
 MAX_PROMPTS = 12
 MAX_WARNINGS = 12
 NUM_COLOURS = 6
+_SIDES = ("planned", "actual")
 
 
 def render_page(record: RunRecord, status: str = "") -> str:
@@ -36,6 +37,7 @@ def render_page(record: RunRecord, status: str = "") -> str:
     """
     rate, share, memory = run_figures(record)
     unit = memory_unit(memory)
+    plan_memory, plan_memory_unit = compare_memory(record.plan)
     charts = "".join(draw_chart(chart, record.resumes, record.stages) for chart in run_charts(record, *unit))
     return render_document(
         "page.html",
@@ -62,6 +64,8 @@ def render_page(record: RunRecord, status: str = "") -> str:
         warnings=spread(read_warnings(record.folder), MAX_WARNINGS) if record.folder else [],
         profile=read_profile(record.folder) if record.folder else None,
         plan_terms=compare_with_plan(record.plan),
+        plan_memory=plan_memory,
+        plan_memory_unit=plan_memory_unit,
         table_steps=_table_steps(record),
     )
 
@@ -99,9 +103,7 @@ def compare_with_plan(plan: Row) -> list[tuple[str, float, float, float]]:
     seconds = get_number(plan, "actual_seconds")
     if not seconds > 0:
         return []
-    planned_values, actual = (
-        value if isinstance(value := plan.get(key), dict) else {} for key in ("planned", "actual")
-    )
+    planned_values, actual = (value if isinstance(value := plan.get(key), dict) else {} for key in _SIDES)
     rows = []
     for term in {**planned_values, **actual}:
         before = get_number({term: 0.0, **planned_values}, term)
@@ -110,6 +112,23 @@ def compare_with_plan(plan: Row) -> list[tuple[str, float, float, float]]:
             rows.append((term, before, after))
     rows.append(("step", get_number(plan, "planned_seconds"), seconds))
     return [(term, 1000 * before, 1000 * after, (after - before) / seconds) for term, before, after in rows]
+
+
+def compare_memory(plan: Row) -> tuple[list[tuple[str, float, float, float]], str]:
+    """Compare the planned with the actual memory of tensors on the first rank, by part and as a whole.
+
+    Returns:
+        Name, planned and actual size, and their difference as a share of the actual total; and the unit of the sizes.
+        Empty if the memory of tensors was not measured, as by earlier versions.
+    """
+    planned, actual = (value if isinstance(value := plan.get(f"{side}_memory"), dict) else {} for side in _SIDES)
+    total = get_number(plan, "actual_memory_bytes")
+    if not actual or not total > 0:
+        return [], ""
+    size, unit = memory_unit(total)
+    rows = [(part, get_number(planned, part), get_number(actual, part)) for part in actual]
+    rows.append(("peak", get_number(plan, "planned_memory_bytes"), total))
+    return [(part, before / size, after / size, (after - before) / total) for part, before, after in rows], unit
 
 
 def _predicts_text(record: RunRecord) -> bool:

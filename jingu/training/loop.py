@@ -25,6 +25,7 @@ from jingu.plan.actual import StepSeconds, StepTimer, complete_terms, computing_
 from jingu.plan.forecast import Forecast, run_software, run_workload
 from jingu.plan.machine import Machine, nominal_machine
 from jingu.plan.memory import stage_memory
+from jingu.plan.replay import recording, storage_bytes
 from jingu.plan.step_time import step_time
 from jingu.runtime.collective_stop import CollectiveStop
 from jingu.runtime.device import peak_memory
@@ -44,15 +45,15 @@ from jingu.training.throughput import ThroughputMeter
 
 # Comparison of a run with its plan: each run writes planned and measured time and memory into its metrics.
 
-# The step whose operations are timed, counted from 1 at each start. Earlier steps also build caches and buffers. With
-# profiling, it comes after the profiled steps.
+# The step whose operations are timed, counted from 1 at each start. Earlier steps also build caches and buffers; in the
+# one before, the peak of all tensors is recorded. With profiling, both come after the profiled steps.
 TIMED_STEP = 3
 
 
 class PlanCheck:
     """Measures one step by term and all logged steps as a whole, and writes both together with the planned values.
 
-    Steps are measured by term only on CPUs, and only if they are not compiled.
+    Steps are measured by term only on CPUs, and only if they are not compiled; the memory of tensors also on GPUs.
     """
 
     def __init__(self) -> None:
@@ -61,15 +62,22 @@ class PlanCheck:
         self._computing: deque[float] = deque(maxlen=100)
         self._is_warm = self._is_written = False
         self._step_seconds: StepSeconds | None = None
+        self._memory: dict[str, float] = {}
 
     @contextmanager
     def step(self, trainer: Trainer) -> Iterator[None]:
         """Measure the step that is taken within the block."""
         self._steps += 1
-        start = computing_clock()
-        if self._steps != _timed_step(trainer) or trainer.is_compiled or trainer.ranks.device.type != "cpu":
+        start, distance = computing_clock(), self._steps - _timed_step(trainer)
+        if distance not in (-1, 0) or trainer.is_compiled or trainer.ranks.device.type != "cpu":
             yield
             self._computing.append(computing_clock() - start)
+            return
+        if distance == -1:
+            state = _tensors_of_state(trainer)
+            with recording([state, list(trainer.model.buffers())]) as record:
+                yield
+            self._memory = _split_peak(state, record.peak)
             return
         sizes = resolve_axis_sizes(trainer.run.config.parallel, trainer.ranks.world, trainer.run.spec)
         timer = StepTimer(trainer.model.activity, waits=sizes.pipeline == 1, widest=widest_axis(sizes))
@@ -114,6 +122,9 @@ class PlanCheck:
                 ranks_per_core=machine.ranks_per_core,
                 is_pipeline=sizes.pipeline > 1,
             )
+        planned_memory, actual_memory = forecast.memory.of_tensors(), self._memory
+        if device.type != "cpu":
+            actual_memory = _split_peak(_tensors_of_state(trainer), peak_memory(device))
         write(
             "plan",
             step,
@@ -121,9 +132,21 @@ class PlanCheck:
             actual=actual,
             planned_seconds=forecast.step,
             actual_seconds=seconds,
-            planned_memory_bytes=forecast.memory.total,
-            actual_memory_bytes=peak_memory(device),
+            planned_memory=planned_memory,
+            actual_memory=actual_memory,
+            planned_memory_bytes=sum(planned_memory.values()),
+            actual_memory_bytes=sum(actual_memory.values()) if actual_memory else None,
         )
+
+
+def _tensors_of_state(trainer: Trainer) -> dict[str, list[object]]:
+    return {"weights": list(trainer.model.parameters()), "optimizer state": list(trainer.optimizer.state.values())}
+
+
+def _split_peak(state: Mapping[str, object], peak: float) -> dict[str, float]:
+    """Return the peak of all tensors by the parts that a plan names (`RankMemory.of_tensors`)."""
+    parts: dict[str, float] = {name: storage_bytes(tensors) for name, tensors in state.items()}
+    return parts | {"gradients and activations": peak - sum(parts.values())}
 
 
 def _timed_step(trainer: Trainer) -> int:

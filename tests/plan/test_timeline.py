@@ -13,7 +13,7 @@ from jingu.parallel.mesh import AxisSizes
 from jingu.plan import timeline
 from jingu.plan.machine import Efficiency, find_machine
 from jingu.plan.software import Software
-from jingu.plan.step_time import StageTime, idle_share, stage_time, step_time
+from jingu.plan.step_time import DIRECT, StageTime, idle_share, stage_time, step_time
 from jingu.plan.timeline import simulate_pipeline
 from jingu.plan.workload import Workload, model_sizes
 
@@ -151,7 +151,7 @@ def test_tokens_travel_once_to_each_node_that_has_their_experts() -> None:
     assert times[1] / times[0] == pytest.approx(4 * (1 - 0.75**8) / 8)
     rows = 4096 * 2048 * 8 * 2 * (32 - 8) / 32
     # There and back, in the forward pass of each layer and in its backward pass.
-    assert times[0] == pytest.approx(48 * 4 * rows / (MACHINE.nic_gbs * 1e9 * 1e-3), rel=1e-6)
+    assert times[0] == pytest.approx(48 * 4 * rows / (MACHINE.nic_gbs * 1e9 * 1e-3 * DIRECT), rel=1e-6)
 
 
 def test_an_exchange_beside_computation_costs_what_the_computation_does_not_hide() -> None:
@@ -166,3 +166,12 @@ def test_an_exchange_beside_computation_costs_what_the_computation_does_not_hide
     beside = replace(work, software=Software(overlaps_experts=True))
     alone, exposed = step_time(work, MACHINE), step_time(beside, MACHINE)
     assert 0 <= exposed["expert"] < alone["expert"]
+
+
+def test_ranks_that_take_turns_send_for_twice_as_long() -> None:
+    """A rank receives a micro-batch and its gradients, and sends both on: two messages at a time, or one."""
+    work = make_work("1f1b", 4, 8)
+    in_turn = replace(work, software=replace(work.software, sends_in_turn=True))
+    both, single = step_time(work, MACHINE), step_time(in_turn, MACHINE)
+    assert single["pipeline"] == pytest.approx(2 * both["pipeline"])
+    assert both["pipeline"] > 0 and single["bubble"] == both["bubble"]

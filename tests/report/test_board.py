@@ -54,6 +54,7 @@ def test_board_shows_the_verdict_of_the_watchdog(run):
 
 def test_board_shows_the_plan_and_what_the_ranks_do(run):
     plan = {"planned_seconds": 1.5, "actual_seconds": 2.0, "planned_memory_bytes": 2**30, "actual_memory_bytes": 2**31}
+    plan |= {"actual_memory": {"weights": 2.0**31}}
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"type": "plan", "step": 20, **plan}) + "\n")
     folder = run / "log" / "jingu-watch-1"
@@ -66,7 +67,7 @@ def test_board_shows_the_plan_and_what_the_ranks_do(run):
     assert text not in render_board(run)  # it has stopped
     with lock_folder(run, "", ""):
         board = render_board(run)
-    assert f"\nstep 2 s (planned 1.5 s) · memory 2.0 GiB (planned 1.0 GiB)\n{text}\n" in board
+    assert f"\nstep 2 s (planned 1.5 s) · tensors 2.0 GiB (planned 1.0 GiB)\n{text}\n" in board
 
 
 def test_runs_are_listed_with_their_state(run, capsys):

@@ -196,7 +196,7 @@ def test_before_the_first_step_the_page_says_so(make_run: MakeRun, rows: Rows) -
 
 
 def test_plan_and_actual_are_compared_by_term(make_run: MakeRun, realistic: Rows) -> None:
-    line = {"type": "plan", "planned_memory_bytes": 2**30, "actual_memory_bytes": 2**31, "actual_seconds": 0.2}
+    line = {"type": "plan", "actual_seconds": 0.2}
     planned = {"matmuls": 0.1, "attention": 0.01, "bubble": 0.0}
     early = line | {"step": 10, "planned": planned, "actual": {}, "planned_seconds": 0.11}
     source, _ = written(make_run([*realistic, early], name="early"))
@@ -214,7 +214,28 @@ def test_plan_and_actual_are_compared_by_term(make_run: MakeRun, realistic: Rows
         ["step", "110", "200", "+45%"],
     ]
     assert source.count("<td><b>") == 2
-    assert "1 GiB planned, 2 in the process" in seen
+    assert "Memory of all tensors" not in seen
+
+
+def test_plan_and_actual_memory_are_compared_by_part_in_like_units(make_run: MakeRun, realistic: Rows) -> None:
+    memory = {
+        "planned_memory": {"weights": 2.0**30, "optimizer state": 2.0**31, "gradients and activations": 2.0**30},
+        "actual_memory": {"weights": 2.0**30, "optimizer state": 2.0**31, "gradients and activations": 5 * 2.0**30},
+        "planned_memory_bytes": 2.0**32,
+        "actual_memory_bytes": 2.0**33,
+    }
+    line = {"type": "plan", "step": 10, "actual_seconds": 0.2, "planned_seconds": 0.2, "planned": {}, "actual": {}}
+    source, seen = written(make_run([*realistic, line | memory]))
+    rows = re.search(r'aria-label="Memory".*?<tbody>(.*?)</tbody>', source, re.DOTALL)
+    assert rows is not None
+    cells = [re.sub("<[^>]+>", " ", row).split() for row in rows[1].split("</tr>") if row.strip()]
+    assert cells == [
+        ["weights", "1", "1", "+0%"],
+        ["optimizer", "state", "2", "2", "+0%"],
+        ["gradients", "and", "activations", "1", "5", "+50%"],
+        ["peak", "4", "8", "+50%"],
+    ]
+    assert "at its peak in one step, GiB." in seen
 
 
 def test_evaluations_that_read_different_amounts_do_not_compare(make_run: MakeRun, realistic: Rows) -> None:
