@@ -140,18 +140,26 @@ def machine_library() -> dict[str, Machine]:
     return {row["name"]: Machine.model_validate({k: v for k, v in row.items() if k in fields}) for row in rows}
 
 
+# Words of names that do not tell machines of the library apart: vendors, lines of products, sockets, kinds of memory.
+_WORDS = frozenset(
+    ("nvidia", "geforce", "amd", "instinct", "huawei", "tesla", "dgx", "hgx", "oam", "generation", "gpu", "nvl72", "ac")
+)
+
+
 @cache
-def _other_names() -> dict[str, str]:
-    """Return the names of the library's machines by how people also write them."""
+def _names() -> dict[frozenset[str], str]:
+    """Return the names of the library's machines by the words of all their names."""
     text = files("jingu.plan").joinpath("machines.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
-    return {other: row["name"] for row in rows for other in row["also"].split()}
+    return {_name_words(name): row["name"] for row in rows for name in (*row["also"].split(), row["name"])}
 
 
-def _plain_name(name: str) -> str:
-    """Return a machine's name in lower case with hyphens, without its vendor: `NVIDIA RTX 4090` is `rtx-4090`."""
-    words = re.split(r"[\s_-]+", name.lower().strip())
-    return "-".join(word for word in words if word not in ("nvidia", "geforce", "amd", "instinct", "huawei", "tesla"))
+def _name_words(name: str) -> frozenset[str]:
+    """Return the words that tell a machine from others: `NVIDIA A100 80GB PCIe` has a100, 80 and pcie."""
+    # A model may follow its line without a space, as in RTX4090, and a number of machines stand before it.
+    spaced = re.sub(r"\b(rtx|ascend|\d+x)(?=\w)", r"\1 ", name.lower())
+    words = [re.sub(r"^(\d+)(g|gb|gib)$", r"\1", word) for word in re.split(r"[\s_×-]+", spaced)]
+    return frozenset(word for word in words if word not in _WORDS and not re.fullmatch(r"|\d+x|sxm\d?|hbm\w*", word))
 
 
 def find_machine(name: str) -> Machine:
@@ -167,11 +175,10 @@ def find_machine(name: str) -> Machine:
     library = machine_library()
     if name.endswith((".yaml", ".yml")):
         return _read_machine(Path(name))
-    plain = _plain_name(name)
-    plain = _other_names().get(plain, plain)
-    if plain in library:
-        return library[plain]
-    close = get_close_matches(plain, library, n=3, cutoff=0.4) or list(library)
+    known = _names().get(_name_words(name))
+    if known is not None:
+        return library[known]
+    close = get_close_matches(name.lower(), library, n=3, cutoff=0.4) or list(library)
     raise JinguError(
         f"there is no machine {name}.",
         where="--on",

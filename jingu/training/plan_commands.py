@@ -505,6 +505,8 @@ def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanReque
         f"batch.global_batch_size={max(ranks, 2**22 // length // ranks * ranks)}",
     ]
     config = config_from_tree({}, [*defaults, *overrides])
+    if any(word.startswith("model.") for word in overrides):
+        spec = spec_from_settings(config.model, spec.vocab_size, 1, start=spec)
     longest = max(spec.max_position_embeddings, config.batch.sequence_length)
     # Adapters and heads are those of `tune` and `task`, as if training started from the named model.
     initialize = config.initialize.model_copy(update={"from_": config.initialize.from_ or target})

@@ -68,6 +68,16 @@ def test_this_machine_is_measured() -> None:
         ("MI350", "mi350x"),
         ("H100 SXM", "h100"),
         ("b200", "b200"),
+        ("RTX3060", "rtx-3060"),
+        ("8xH100", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("Tesla V100-SXM2-32GB", "v100-32"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("DGX B200", "b200"),
+        ("Ascend910B", "ascend-910b"),
+        ("NVIDIA GB200 NVL72", "gb200"),
     ],
 )
 def test_machines_have_the_names_that_people_write(written: str, name: str) -> None:
