@@ -157,8 +157,8 @@ def _names() -> dict[frozenset[str], str]:
 def _name_words(name: str) -> frozenset[str]:
     """Return the words that tell a machine from others: `NVIDIA A100 80GB PCIe` has a100, 80 and pcie."""
     # A model may follow its line without a space, as in RTX4090, and a number of machines stand before it.
-    spaced = re.sub(r"\b(rtx|ascend|\d+x)(?=\w)", r"\1 ", name.lower())
-    words = [re.sub(r"^(\d+)(g|gb|gib)$", r"\1", word) for word in re.split(r"[\s_×-]+", spaced)]
+    line = re.sub(r"\b(rtx|ascend|\d+x)(?=\w)", r"\1 ", name.lower())
+    words = [re.sub(r"^(\d+)(g|gb|gib)$", r"\1", word) for word in re.split(r"[\s_×-]+", line)]
     return frozenset(word for word in words if word not in _WORDS and not re.fullmatch(r"|\d+x|sxm\d?|hbm\w*", word))
 
 
@@ -175,9 +175,9 @@ def find_machine(name: str) -> Machine:
     library = machine_library()
     if name.endswith((".yaml", ".yml")):
         return _read_machine(Path(name))
-    known = _names().get(_name_words(name))
-    if known is not None:
-        return library[known]
+    entry = _names().get(_name_words(name))
+    if entry is not None:
+        return library[entry]
     close = get_close_matches(name.lower(), library, n=3, cutoff=0.4) or list(library)
     raise JinguError(
         f"there is no machine {name}.",

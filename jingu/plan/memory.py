@@ -41,8 +41,8 @@ class RankMemory:
 
     def of_tensors(self) -> dict[str, float]:
         """Return the bytes of tensors on the GPU and in main memory, by parts that a run can measure."""
-        rest = ("fragmentation", "libraries")
-        size = sum(size for part, size in self.device.items() if part not in rest) + sum(self.host.values())
+        outside = ("fragmentation", "libraries")
+        size = sum(size for part, size in self.device.items() if part not in outside) + sum(self.host.values())
         parts = {part: self.device.get(part, 0.0) + self.host.get(part, 0.0) for part in ("weights", "optimizer state")}
         return parts | {"gradients and activations": size - sum(parts.values())}
 

@@ -121,12 +121,12 @@ def compare_memory(plan: Row) -> tuple[list[tuple[str, float, float, float]], st
         Name, planned and actual size, and their difference as a share of the actual total; and the unit of the sizes.
         Empty if the memory of tensors was not measured, as by earlier versions.
     """
-    planned, actual = (value if isinstance(value := plan.get(f"{side}_memory"), dict) else {} for side in _SIDES)
+    plan_parts, run_parts = (value if isinstance(value := plan.get(f"{side}_memory"), dict) else {} for side in _SIDES)
     total = get_number(plan, "actual_memory_bytes")
-    if not actual or not total > 0:
+    if not run_parts or not total > 0:
         return [], ""
     size, unit = memory_unit(total)
-    rows = [(part, get_number(planned, part), get_number(actual, part)) for part in actual]
+    rows = [(part, get_number(plan_parts, part), get_number(run_parts, part)) for part in run_parts]
     rows.append(("peak", get_number(plan, "planned_memory_bytes"), total))
     return [(part, before / size, after / size, (after - before) / total) for part, before, after in rows], unit
 

@@ -122,9 +122,9 @@ class PlanCheck:
                 ranks_per_core=machine.ranks_per_core,
                 is_pipeline=sizes.pipeline > 1,
             )
-        planned_memory, actual_memory = forecast.memory.of_tensors(), self._memory
+        plan_parts, run_parts = forecast.memory.of_tensors(), self._memory
         if device.type != "cpu":
-            actual_memory = _split_peak(_tensors_of_state(trainer), peak_memory(device))
+            run_parts = _split_peak(_tensors_of_state(trainer), peak_memory(device))
         write(
             "plan",
             step,
@@ -132,10 +132,10 @@ class PlanCheck:
             actual=actual,
             planned_seconds=forecast.step,
             actual_seconds=seconds,
-            planned_memory=planned_memory,
-            actual_memory=actual_memory,
-            planned_memory_bytes=sum(planned_memory.values()),
-            actual_memory_bytes=sum(actual_memory.values()) if actual_memory else None,
+            planned_memory=plan_parts,
+            actual_memory=run_parts,
+            planned_memory_bytes=sum(plan_parts.values()),
+            actual_memory_bytes=sum(run_parts.values()) if run_parts else None,
         )
 
 
