@@ -37,7 +37,7 @@ class Admission:
     def check_drafts(self, draft_model: InferenceModel | None) -> None:
         """Raise JinguError if layers with a state would propose draft tokens: only the model itself can return to its
         states before rejected ones."""
-        by_prediction = self._settings.use_predictions and self._model.spec.layers[-1].state_mixer is not None
+        by_prediction = self._settings.use_predictions and self._model.spec.prediction_layer.state_mixer is not None
         if by_prediction or (draft_model is not None and draft_model.spec.has_state):
             what = (
                 "the layers that propose draft tokens have a state, and cannot return to a token before rejected ones."

@@ -162,7 +162,7 @@ def _load_prediction_layer(stored_model: StoredModel, dtype: torch.dtype, device
     """Read the first layer of multi-token prediction of a model."""
     spec = stored_model.spec
     with torch.device("meta"):
-        layer = PredictionLayer(spec, Block(spec, spec.layers[-1])).to(dtype)
+        layer = PredictionLayer(spec, Block(spec, spec.prediction_layer)).to(dtype)
     widen_vectors(layer)
     for name, parameter in list(layer.named_parameters()):
         path, _, leaf = name.rpartition(".")

@@ -90,7 +90,7 @@ class PredictionSpeculator(Speculator):
         self._model = model.module
         self._layer: PredictionLayer = model.load_prediction_layer()
         self._chunk_size = chunk_size
-        spec = model.spec.uniform(model.spec.layers[-1])
+        spec = model.spec.uniform(model.spec.prediction_layer)
         self._kind = spec.default_layer
         self._pool = BlockManager(num_blocks, block_size, cache_reaches(spec)[0])
         device = model.parameter.device

@@ -6,7 +6,7 @@ distances.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple, cast
 
@@ -28,7 +28,7 @@ from jingu.model.attention import (
 from jingu.model.block import Block, apply_norm
 from jingu.model.byte_weight import ByteWeight
 from jingu.model.chunked_scan import document_starts
-from jingu.model.components import LearnedPositions, Position
+from jingu.model.components import LayerSpec, LearnedPositions, Position
 from jingu.model.dropout import EmbeddingNoise
 from jingu.model.experts import RoutingStats
 from jingu.model.inputs import Inputs
@@ -85,6 +85,12 @@ class ContextKeys(NamedTuple):
     rotary: tuple[Position, int]
     mask: Hashable
 
+    @staticmethod
+    def of(layer: LayerSpec) -> ContextKeys:
+        """Return the keys of a kind of block."""
+        rotary = layer.position, layer.attention.rotary_size
+        return ContextKeys(layer.has_attention, layer.state_mixer is not None, rotary, mask_key(layer))
+
 
 class TransformerStack(nn.Module):
     """A range of blocks of a stack (decoder or encoder), named by their numbers in the whole stack.
@@ -113,15 +119,7 @@ class TransformerStack(nn.Module):
         layers = [spec.layer(number) if causal else spec.default_layer for number in blocks]
         self.kinds = list(dict.fromkeys(layers))
         self.kind_numbers = [self.kinds.index(layer) for layer in layers]
-        self.context_keys = [
-            ContextKeys(
-                layer.has_attention,
-                layer.state_mixer is not None,
-                (layer.position, layer.attention.rotary_size),
-                mask_key(layer),
-            )
-            for layer in self.kinds
-        ]
+        self.context_keys = [ContextKeys.of(layer) for layer in self.kinds]
         self.embedding_factor = spec.embedding_factor
         self.has_prompts = any(spec.prompts)
         self.block_range = blocks
@@ -204,7 +202,9 @@ class TransformerStack(nn.Module):
             dropout_seeds=inputs.dropout_seeds,
             source_dropout_seeds=None if inputs.source is None else inputs.source.dropout_seeds,
         )
-        contexts = self._contexts(inputs, positions_BT, torch.promote_types(x_BTD.dtype, torch.float32), shared)
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        kinds = zip(self.kinds, self.context_keys, strict=True)
+        contexts = self._contexts(kinds, inputs, positions_BT, wide, shared)
         layer_inputs = self._layer_inputs(inputs.tokens, x_BTD)
         # Keys and values that later layers share, by the number of their layer.
         layer_kv: dict[int, KeysAndValues] = {}
@@ -261,11 +261,17 @@ class TransformerStack(nn.Module):
         return x_BTD * (torch.tensor(scale, dtype=x_BTD.dtype).item() if self.spec.round_embedding_scale else scale)
 
     def _contexts(
-        self, inputs: Inputs, positions_BT: Tensor, dtype: torch.dtype, shared: BlockContext
+        self,
+        kinds: Iterable[tuple[LayerSpec, ContextKeys]],
+        inputs: Inputs,
+        positions_BT: Tensor,
+        dtype: torch.dtype,
+        shared: BlockContext,
     ) -> list[BlockContext]:
         """Return the context of each kind of block. Kinds with equal positions or equal masks share them.
 
         Args:
+            kinds: the kinds with their keys.
             dtype: dtype of rotary tables and position biases: at least fp32.
             shared: what all contexts have in common.
         """
@@ -277,7 +283,7 @@ class TransformerStack(nn.Module):
         factors: dict[Hashable, Tensor | None] = {None: None}
         masks: dict[Hashable, AttentionMask] = {}
         contexts = []
-        for layer, keys in zip(self.kinds, self.context_keys, strict=True):
+        for layer, keys in kinds:
             context = _add_documents(shared, inputs) if keys.has_state else shared
             if not keys.has_attention:
                 contexts.append(context)
@@ -355,10 +361,9 @@ class Decoder(TransformerStack):
         self.score = build_linear(end_rows(spec)["score"]) if has_score else None
         # The head's weight in the layout of a kernel, if the model was prepacked for inference.
         self.prepacked_head: PrepackedWeight | PrepackedQuantizedWeight | ByteWeight | None = None
-        # Layers of multi-token prediction have blocks like the last one.
         self.mtp = nn.ModuleList()
         for _ in range(spec.mtp_layers if is_last else 0):
-            self.mtp.append(PredictionLayer(spec, Block(spec, spec.layers[-1])))
+            self.mtp.append(PredictionLayer(spec, Block(spec, spec.prediction_layer)))
         self.encoder = None
         if encoder_layers:
             self.encoder = TransformerStack(
@@ -436,12 +441,13 @@ class Decoder(TransformerStack):
         return torch.stack(losses).mean()
 
     def last_context(self, inputs: Inputs, x_BTD: Tensor) -> BlockContext:
-        """Return the context of the last kind of block."""
+        """Return the context of the layers of multi-token prediction."""
+        layer = self.spec.prediction_layer
         positions_BT = inputs.positions
         if positions_BT is None:
             positions_BT = torch.arange(inputs.tokens.shape[1], device=inputs.tokens.device)
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        return self._contexts(inputs, positions_BT, wide, BlockContext())[self.kind_numbers[-1]]
+        return self._contexts([(layer, ContextKeys.of(layer))], inputs, positions_BT, wide, BlockContext())[0]
 
     @property
     def stages(self) -> list[Decoder]:

@@ -124,7 +124,7 @@ def model_rows(spec: ModelSpec) -> Iterator[tuple[str, ModuleRow]]:
     yield from _stack(spec, spec.layers, has_source=spec.num_encoder_layers is not None)
     yield from ends.items()
     for number in range(spec.mtp_layers):
-        rows = prediction_rows(spec) | with_prefix("block", block_rows(spec, spec.layers[-1], has_source=False))
+        rows = prediction_rows(spec) | with_prefix("block", block_rows(spec, spec.prediction_layer, has_source=False))
         yield from with_prefix(f"mtp.{number}", rows | spec.norm.rows("norm", spec.hidden_size)).items()
     if spec.num_encoder_layers:
         encoder = _stack(spec, (spec.default_layer,) * spec.num_encoder_layers, has_source=False)

@@ -73,7 +73,8 @@ class ModelSpec(Component):
         round_embedding_scale: whether `embedding_scale` is rounded to the dtype of the embedding.
         logit_scale: multiplies the logits.
         logit_softcap: logits l become softcap · tanh(l / softcap); None: they stay.
-        mtp_layers: number of layers of multi-token prediction, which are like the last layer of the decoder.
+        mtp_layers: number of layers of multi-token prediction.
+        mtp_kind: the kind of these layers; None: they are like the last layer of the decoder.
         mtp_loss_weight: weight of their loss; with 0, they are kept as they are.
         layer_kinds: by the name of a kind of layer, the fields in which it differs from the model's, by their paths,
             such as `attention.sliding_window`.
@@ -113,6 +114,7 @@ class ModelSpec(Component):
     logit_softcap: PositiveFloat | None = optional(None)
     head_bias: bool = optional(False)
     mtp_layers: Annotated[int, Field(ge=0)] = optional(0)
+    mtp_kind: str | None = optional(None)
     mtp_loss_weight: Annotated[float, Field(ge=0)] = optional(0.0)
     layer_kinds: dict[str, dict[str, Any]] = optional({})
     layer_pattern: tuple[str, ...] = optional(())
@@ -165,6 +167,8 @@ class ModelSpec(Component):
             problem = "mtp_loss_weight weighs layers that predict further tokens, and the model has none (mtp_layers)"
         elif self.mtp_layers and self.num_encoder_layers:
             problem = "layers that predict further tokens need a model without encoder"
+        elif self.mtp_kind is not None and self.mtp_kind not in self.layer_kinds:
+            problem = f"mtp_kind is {self.mtp_kind!r}, which layer_kinds does not describe"
         if problem is not None:
             raise JinguError(f"{problem}.", where="model.mtp_layers", fix="Change one of the two.")
         if self.head_bias and self.tie_word_embeddings:
@@ -282,7 +286,7 @@ class ModelSpec(Component):
     def layer_of(self, name: str) -> LayerSpec:
         """Return the layer that a parameter belongs to; for parameters outside the decoder, `default_layer`."""
         if name.startswith("mtp."):
-            return self.layers[-1]
+            return self.prediction_layer
         return self.layer(int(name.split(".", 2)[1])) if name.startswith("blocks.") else self.default_layer
 
     def kv_source(self, number: int) -> int | None:
@@ -320,6 +324,11 @@ class ModelSpec(Component):
         return tuple(self.layer(number) for number in range(self.num_layers))
 
     @property
+    def prediction_layer(self) -> LayerSpec:
+        """What the layers of multi-token prediction are."""
+        return self.layers[-1] if self.mtp_kind is None else self.kind(self.mtp_kind)
+
+    @property
     def kinds(self) -> tuple[LayerSpec, ...]:
         """The distinct layers of the model, in order of their first use."""
         return _kinds(self)
@@ -338,7 +347,7 @@ class ModelSpec(Component):
         """Return the spec of a model whose layers are all equal to `layer`."""
         fields = {field: getattr(layer, field) for field in LayerSpec.model_fields}
         encoder = {"num_encoder_layers": 1} if self.num_encoder_layers else {}
-        pattern = {"layer_kinds": {}, "layer_pattern": (), "num_layers": num_layers}
+        pattern = {"layer_kinds": {}, "layer_pattern": (), "num_layers": num_layers, "mtp_kind": None}
         return self.model_copy(update={**fields, **encoder, **pattern})
 
     def select_layers(self, numbers: Sequence[int]) -> ModelSpec:

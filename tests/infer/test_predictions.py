@@ -28,7 +28,7 @@ from tests.infer.test_batches import answers, random_request
 from tests.parity.test_multi_token_prediction import change, written
 
 
-@pytest.fixture(scope="module", params=["glm4_moe", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["glm4_moe", "deepseek_v3", "mimo_v2_flash", "exaone_moe"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp(request.param)
     written(request.param, folder)

@@ -22,18 +22,46 @@ from tests.parity import test_components as components
 from tests.parity.expert_configs import EXPERT_CONFIGS
 from tests.parity.fp64 import randomize
 
-CLASSES = {"deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
+CLASSES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "mimo_v2_flash": "MiMoV2FlashForCausalLM",
+    "exaone_moe": "ExaoneMoeForCausalLM",
+    "exaone_moe-full": "ExaoneMoeForCausalLM",
+}
+# transformers drops these layers of the last families. The names are those that vLLM and SGLang read.
+LOCAL = {"mimo_v2_flash": 3, "exaone_moe": 1}
+NAMES = {
+    "mimo_v2_flash": {
+        "post_norm": "final_layernorm",
+        "post_attention_layernorm": "pre_mlp_layernorm",
+        "self_attn.sinks": "self_attn.attention_sink_bias",
+    },
+    "exaone_moe": {"post_norm": "norm", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"},
+}
 LAYERS = 2
 
 
+def number_of(name: str) -> int:
+    return LOCAL.get(name.partition("-")[0], LAYERS)
+
+
+def kind_of(name: str) -> str:
+    return "full_attention" if name.endswith("-full") else "sliding_attention"
+
+
 def written(name: str, folder: Path) -> tuple[Any, Any]:
-    """Write a model with two layers of multi-token prediction; return transformers' model and these layers."""
+    """Write a model with layers of multi-token prediction; return transformers' model and these layers."""
     torch.manual_seed(4)
-    config = EXPERT_CONFIGS[name]()
-    config.num_mtp_layers = LAYERS
+    family, layers = name.partition("-")[0], number_of(name)
+    config = EXPERT_CONFIGS[family]()
+    config.num_mtp_layers = layers
+    if family in LOCAL:
+        config.mtp_layer_types = [kind_of(name)] * layers
+        config.mtp_mlp_layer_types = ["dense"] * layers
     model = getattr(transformers, CLASSES[name])._from_config(config, attn_implementation="eager", dtype=torch.float32)
     model = randomize(model, torch.float32, 0.1)
-    further = MtpModel(model, LAYERS)
+    further = MtpModel(model, layers)
     for parameter in further.layers.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     further = randomize(further, torch.float32, 0.1)
@@ -41,15 +69,29 @@ def written(name: str, folder: Path) -> tuple[Any, Any]:
     tensors = load_file(folder / "model.safetensors")
     for key, tensor in further.state_dict().items():
         _, number, part = key.split(".", 2) if key.startswith("layers.") else ("", "", "")
-        if number:
+        if number and family in LOCAL:
+            tensors[local_name(family, number, part)] = tensor.contiguous()
+        elif number:
             tensors |= stored(f"model.layers.{config.num_hidden_layers + int(number)}.", part, tensor)
-    # Published files repeat the embedding and the head.
-    tensors[f"model.layers.{config.num_hidden_layers}.embed_tokens.weight"] = tensors[
-        "model.embed_tokens.weight"
-    ].clone()
+    if family not in LOCAL:
+        # Published files repeat the embedding and the head.
+        tensors[f"model.layers.{config.num_hidden_layers}.embed_tokens.weight"] = tensors[
+            "model.embed_tokens.weight"
+        ].clone()
+        change(folder, num_nextn_predict_layers=layers)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    change(folder, num_nextn_predict_layers=LAYERS)
     return model, further
+
+
+def local_name(family: str, number: str, part: str) -> str:
+    """Return the name of a tensor in files of MiMo-V2 and EXAONE-MoE."""
+    in_block = part.startswith("mtp_block.")
+    part = part.removeprefix("mtp_block.")
+    for usual, own in NAMES[family].items():
+        part = part.replace(usual, own)
+    if family == "mimo_v2_flash":
+        return f"model.mtp.layers.{number}.{part}"
+    return f"mtp.layers.{number}.{part}" if in_block else f"mtp.{part.replace('eh_proj', 'fc')}"
 
 
 def stored(prefix: str, part: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -76,6 +118,7 @@ def change(folder: Path, **changes: Any) -> None:
 def test_they_predict_what_they_predict_in_transformers_and_are_exported(name: str, tmp_path: Path) -> None:
     theirs, further = written(name, tmp_path / "theirs")
     stored_model = open_hf(tmp_path / "theirs")
+    assert stored_model.spec.mtp_layers == number_of(name)
     ours = load_model(stored_model, torch.float32).eval()
     ids = components.sample()
     with torch.no_grad():
@@ -115,4 +158,25 @@ def test_files_without_them_or_with_unknown_ones(tmp_path: Path) -> None:
     assert open_hf(tmp_path).spec.mtp_layers == 0
     save_file({**plain, "mtp.layers.0.norm.weight": torch.ones(48)}, tmp_path / "model.safetensors")
     with pytest.raises(JinguError, match=r"mtp\.layers\.0\.norm\.weight"):
+        open_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mtp_layer_types": None}, r"unexpected: mtp\.fc\.weight"),
+        ({"mtp_layer_types": ["full_attention"] * 2}, "mtp_layer_types"),
+        ({"mtp_layer_types": ["linear_attention"]}, "mtp_layer_types"),
+        ({"mtp_sliding_windows": [9]}, r"mtp_sliding_windows to \[9\].*\[7\]"),
+    ],
+    ids=str,
+)
+def test_layers_of_exaone_that_its_config_does_not_describe(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    written("exaone_moe", tmp_path)
+    change(tmp_path, mtp_sliding_windows=[7])
+    assert open_hf(tmp_path).spec.mtp_layers == 1
+    change(tmp_path, **changes)
+    with pytest.raises(JinguError, match=words):
         open_hf(tmp_path)

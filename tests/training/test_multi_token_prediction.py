@@ -18,7 +18,13 @@ from jingu.training.commands import train
 MTP: dict[str, Any] = {"model.mtp_layers": 2, "model.mtp_loss_weight": 0.3, "train.steps": 3}
 
 
-def test_each_layer_predicts_one_token_further_of_the_same_document() -> None:
+# The layers are like the last one, or of a kind of their own, with a window and a narrow feed-forward.
+WINDOW = {"attention.sliding_window": 3, "feed_forward.intermediate_size": 20}
+KINDS = {"layer_kinds": {"full": {}, "window": WINDOW}, "layer_pattern": ("full", "full"), "mtp_kind": "window"}
+
+
+@pytest.mark.parametrize("kinds", [{}, KINDS], ids=["like the last", "of their own kind"])
+def test_each_layer_predicts_one_token_further_of_the_same_document(kinds: dict[str, Any]) -> None:
     torch.manual_seed(0)
     heads = {"attention.num_heads": 3, "attention.num_kv_heads": 3, "attention.head_dim": 8}
     spec = replace_fields(
@@ -30,6 +36,7 @@ def test_each_layer_predicts_one_token_further_of_the_same_document() -> None:
         mtp_layers=2,
         mtp_loss_weight=1.0,
         **heads,
+        **kinds,
     )
     model = build_model(spec).double().train()
     for parameter in model.parameters():

@@ -52,6 +52,9 @@ class LayerOptions:
         rope_key: key that is `rope` in models with rotary positions, and null in others.
         mixers: which layers have a mixer with a state instead of attention; None: the family has no such layers.
         shapes: how the shapes of layers differ; None: they do not.
+        predictions: what the layers of multi-token prediction are: like the last layer (`last`), or with a dense
+            feed-forward and a window (`local`) or attention of the type in `mtp_layer_types` (`by_key`), which is also
+            their number.
         dense: which layers have a dense feed-forward instead of experts; None: the family has no such layers.
     """
 
@@ -75,6 +78,7 @@ class LayerOptions:
     first_position: int = 0
     rope_key: str | None = None
     mixers: MixerLayers | None = None
+    predictions: Literal["last", "local", "by_key"] = "last"
     dense: DenseLayers | None = None
     shapes: LayerShapes | None = None
 
@@ -143,6 +147,34 @@ class LayerOptions:
             raise ValueError(f"layer_types names {len(types)} layers, and num_hidden_layers is {number}")
         return list(types)
 
+    def read_predictions(self, config: HFConfig) -> SpecValues:
+        """Return the fields of layers of multi-token prediction that are not like the last layer."""
+        if self.predictions == "last":
+            return {}
+        if self.predictions == "local":
+            return {"mtp_kind": self.local + _DENSE}
+        types, windows = config.get("mtp_layer_types") or [], config.get("mtp_sliding_windows")
+        if not types:
+            # Sources do not agree on what these layers are, and their tensors are refused.
+            return {"mtp_layers": 0, "mtp_kind": None}
+        if len(types) != 1 or types[0] not in (self.local, _FULL):
+            raise unsupported_option("mtp_layer_types", types, f"expected one of {self.local} and {_FULL}")
+        window = config.get(self.window_key, self.default_window) if types[0] == self.local else 0
+        if windows not in (None, [window]):
+            raise unsupported_option("mtp_sliding_windows", windows, f"expected [{window}]")
+        return {"mtp_layers": 1, "mtp_kind": types[0] + _DENSE}
+
+    def write_predictions(self, spec: ModelSpec) -> dict[str, Any]:
+        """Return the keys of layers of multi-token prediction that are not like the last layer."""
+        if self.predictions != "by_key":
+            return {}
+        kind = spec.mtp_kind or ""
+        return {
+            "num_nextn_predict_layers": spec.mtp_layers,
+            "mtp_layer_types": [kind.removesuffix(_DENSE)] * spec.mtp_layers,
+            "mtp_sliding_windows": [spec.prediction_layer.attention.reach or 0] * spec.mtp_layers,
+        }
+
     def write_type(self, layer: LayerSpec) -> str:
         """Return the type of a layer."""
         if layer.state_mixer is not None and self.mixers is not None:
@@ -163,8 +195,11 @@ def layer_keys(options: LayerOptions, position: RopeDefaults) -> ConfigKeys:
         names = options.read_kinds(config)
         positions, context = _read_positions(config, options, position)
         types = [name.removesuffix(SHARED) for name in names]
-        kinds = {name: _kind_fields(name, config, options, positions, types) for name in sorted(set(names))}
-        values: SpecValues = {"position": positions[_FULL], "max_position_embeddings": context}
+        predictions = options.read_predictions(config)
+        kind = predictions.get("mtp_kind")
+        described = sorted({*names, kind or names[0]})
+        kinds = {name: _kind_fields(name, config, options, positions, types) for name in described}
+        values: SpecValues = {"position": positions[_FULL], "max_position_embeddings": context, **predictions}
         values |= {options.window_field: None, **position.read_query_scaling(config)}
         rope = {"rope_theta": config.get("rope_theta", True), **(config.get("rope_parameters") or {})}
         if options.optional_rope and rope["rope_theta"] is None:
@@ -175,7 +210,7 @@ def layer_keys(options: LayerOptions, position: RopeDefaults) -> ConfigKeys:
             values["position"] = NoPositions()
         if options.dense is not None:
             values |= options.dense.read_model(config)
-        if len(kinds) == 1:
+        if len(kinds) == 1 and kind is None:
             return {**values, **kinds.popitem()[1], "layer_kinds": {}, "layer_pattern": ()}
         return {**values, "layer_kinds": kinds, "layer_pattern": tuple(names)}
 
@@ -194,6 +229,7 @@ def layer_keys(options: LayerOptions, position: RopeDefaults) -> ConfigKeys:
             keys[options.rope_key] = "rope" if isinstance(spec.position, RotaryPositions) else None
         if options.no_rope_interval is not None:
             keys["no_rope_layers"] = [int(isinstance(layer.position, RotaryPositions)) for layer in layers]
+        keys |= options.write_predictions(spec)
         if options.dense is not None:
             keys |= options.dense.write(spec)
         if options.shapes is not None:

@@ -371,7 +371,7 @@ def _numbered_names(rule: NameRule, spec: ModelSpec) -> Iterator[tuple[int, tupl
     if "*" not in rule.hf_name:
         yield 0, tuple(name.replace("*", "0") for name in rule.jingu_names)
     elif first.startswith("mtp."):
-        before = 0 if rule.hf_name.startswith("mtp.") else spec.num_layers
+        before = 0 if "mtp." in rule.hf_name else spec.num_layers
         for number in further:
             yield before + number, tuple(name.replace("*", str(number)) for name in rule.jingu_names)
     else:

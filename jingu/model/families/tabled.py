@@ -26,7 +26,8 @@ An entry has
 - `ignored`: suffixes of the names of tensors that are not parameters.
 - `base`: prefix of the body's tensors, if it is not `model.`, which then stands for it in the names of other tables.
 - `names_of_llama`: whether the names of Llama apply; false if there is a `base`.
-- `separate_predictions`: whether layers of multi-token prediction have the prefix `mtp.` instead of further numbers.
+- `separate_predictions`: prefix of the layers of multi-token prediction, if they have no further numbers.
+- `prediction_names`: names in the blocks of these layers that differ from those in other blocks.
 - `further_model_types`: names of published models with the same classes.
 - `constant_tensors`, `renamed`, `renamed_keys`, `equivalent`, `swaps_expert_adapters`: as in `Family`.
 - `equal_keys`: keys that must have the value of another key, or none.
@@ -129,7 +130,7 @@ def _family(name: str, table: dict[str, Any]) -> Family:
     if table.get("parallel_blocks"):
         rules += PARALLEL_BLOCK_RULES
     if table.get("separate_predictions"):
-        rules = _separate_predictions(rules)
+        rules = _separate_predictions(rules, table["separate_predictions"], table.get("prediction_names", {}))
     return Family(
         architectures=tuple(table["architectures"]),
         template=template,
@@ -191,8 +192,13 @@ def _rules(names: dict[str, Any], transforms: dict[str, str]) -> tuple[NameRule,
     return tuple(rules)
 
 
-def _separate_predictions(rules: tuple[NameRule, ...]) -> tuple[NameRule, ...]:
-    """Return rules of files in which layers of multi-token prediction are not numbered behind the others."""
+def _separate_predictions(rules: tuple[NameRule, ...], prefix: str, renamed: dict[str, str]) -> tuple[NameRule, ...]:
+    """Return rules of files in which layers of multi-token prediction are not numbered behind the others.
+
+    Args:
+        prefix: what these layers have in place of `model.layers.`.
+        renamed: parts of their names that differ.
+    """
     result: list[NameRule] = []
     for rule in rules:
         if not rule.jingu_names[0].startswith("blocks."):
@@ -200,7 +206,10 @@ def _separate_predictions(rules: tuple[NameRule, ...]) -> tuple[NameRule, ...]:
             continue
         names = tuple(name.replace("blocks.*", "mtp.*.block") for name in rule.jingu_names)
         result.append(replace(rule, has_predictions=False))
-        result.append(replace(rule, hf_name=rule.hf_name.replace("model.layers.", "mtp.layers.", 1), jingu_names=names))
+        hf_name = rule.hf_name.replace("model.layers.", prefix, 1)
+        for usual, own in renamed.items():
+            hf_name = hf_name.replace(usual, own)
+        result.append(replace(rule, hf_name=hf_name, jingu_names=names))
     return tuple(result)
 
 
