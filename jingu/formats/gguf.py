@@ -55,6 +55,8 @@ _INT4_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 
 # Tensors that say what the config has read.
 _COMPUTED_TENSORS = ("rope_freqs.weight",)
+# Copies of embedding and head in layers of multi-token prediction.
+_COPIES = (".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight")
 
 Metadata = Mapping[str, Any]
 
@@ -139,7 +141,9 @@ def _open_weights(
         infos: location of each tensor in the file, by its name.
         numbers: parameters that are numbers in the metadata.
     """
-    tensors = {name: info for name, info in infos.items() if name not in _COMPUTED_TENSORS}
+    tensors = {
+        name: info for name, info in infos.items() if name not in _COMPUTED_TENSORS and not name.endswith(_COPIES)
+    }
     shapes = {name: info.shape for name, info in tensors.items()}
     shapes |= dict.fromkeys(numbers, torch.Size((1,)))
     for name in [name for name in tensors if name.endswith(".attn_k_b.weight")]:
@@ -351,6 +355,9 @@ def hf_config(
         **variant.get("constants", {}),
     }
     config |= {key: get(gguf_key) for key, gguf_key in metadata_keys(name).items() if get(gguf_key) is not None}
+    # The layers of multi-token prediction are counted with the others.
+    if config.get("num_nextn_predict_layers"):
+        config["num_hidden_layers"] -= config["num_nextn_predict_layers"]
     for key, gguf_key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
         config[f"{key}_token_id"] = metadata.get(f"tokenizer.ggml.{gguf_key}_token_id")
     if has_head_size(name):
