@@ -45,15 +45,15 @@ def write_glm(file: Path, folder: Path) -> None:
     writer.add_expert_group_used_count(1)
     writer.add_nextn_predict_layers(spec.mtp_layers)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, number)
-    stacked: dict[str, list[torch.Tensor]] = {}
+    parts_of: dict[str, list[torch.Tensor]] = {}
     tensors = load_file(folder / "model.safetensors")
     # Experts by their numbers.
     for key in sorted(tensors, key=lambda key: [int(number) for number in re.findall(r"\d+", key)]):
         tensor = tensors[key]
-        stacked.setdefault(re.sub(r"experts\.\d+\.", "experts.", key).replace("n_bias", "n.bias"), []).append(tensor)
-    for key, parts in stacked.items():
-        whole = torch.stack(parts) if ".experts." in key else parts[0]
-        writer.add_tensor(names.get_name(key, (".weight", ".bias")), whole.numpy())
+        parts_of.setdefault(re.sub(r"experts\.\d+\.", "experts.", key).replace("n_bias", "n.bias"), []).append(tensor)
+    for key, parts in parts_of.items():
+        joint = torch.stack(parts) if ".experts." in key else parts[0]
+        writer.add_tensor(names.get_name(key, (".weight", ".bias")), joint.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

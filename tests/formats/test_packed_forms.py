@@ -624,9 +624,9 @@ SCALES = {
 def test_a_scale_that_is_no_number_is_named(form: str, part: str, tmp_path: Path) -> None:
     method, config, parts = small_matrix(form)
     assert all(matrix.isfinite().all() for matrix in read(parts, method, tmp_path, **config).values())
-    damaged = parts[f"m.{part}"].float().clone()
-    damaged[(0,) * damaged.dim()] = torch.nan
-    parts[f"m.{part}"] = damaged.to(parts[f"m.{part}"].dtype)
+    part_values = parts[f"m.{part}"].float().clone()
+    part_values[(0,) * part_values.dim()] = torch.nan
+    parts[f"m.{part}"] = part_values.to(parts[f"m.{part}"].dtype)
     with pytest.raises(JinguError, match=rf"m\..* is no matrix in .*: m\.{part} has the number nan"):
         read(parts, method, tmp_path, **config)
 

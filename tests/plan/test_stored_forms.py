@@ -20,12 +20,12 @@ def test_a_served_model_has_the_planned_bytes(form: str, tmp_path: Path, capsys:
     folder = save_form(form, tmp_path / "model")
     words = ["plan", str(folder), "--serve", "--on", "l40s", "--gpus", "1", "--json", "tune.quantization=stored"]
     assert main(words) == 0
-    planned = json.loads(capsys.readouterr().out)["weights"]
+    plans = json.loads(capsys.readouterr().out)["weights"]
     stored = open_hf(folder)
     model = load_model(stored, torch.bfloat16, prepare=keep(stored))
     parts = {part.data_ptr(): part.nbytes for weight in weights(model) for part in weight.parts()}
     resident = sum(parts.values()) + sum(parameter.nbytes for parameter in model.parameters())
-    assert planned == pytest.approx(resident, rel=1e-12)
+    assert plans == pytest.approx(resident, rel=1e-12)
 
 
 def test_what_cannot_be_served_in_its_stored_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,12 +45,12 @@ def test_adapters_of_a_stored_base_are_planned(form: str, tmp_path: Path, capsys
     folder = save_form(form, tmp_path / "model")
     words = ["plan", str(folder), "--on", "l40s", "--gpus", "1", "--json", "batch.global_batch_size=1"]
     words += ["batch.sequence_length=32", "parallel.zero_stage=0", "tune.type=lora"]
-    planned = {}
+    plans: dict[str, float] = {}
     for quantization in ("null", "stored"):
         assert main([*words, f"tune.quantization={quantization}"]) == 0
-        planned[quantization] = json.loads(capsys.readouterr().out)["memory"]["weights"]
+        plans[quantization] = json.loads(capsys.readouterr().out)["memory"]["weights"]
     stored = open_hf(folder)
-    kept = weights(load_model(stored, torch.bfloat16, prepare=keep(stored)))
-    parts = {part.data_ptr(): part.nbytes for weight in kept for part in weight.parts()}
-    saved = sum(2 * weight.shape.numel() for weight in kept) - sum(parts.values())
-    assert planned["null"] - planned["stored"] == pytest.approx(saved, rel=1e-9)
+    matrices = weights(load_model(stored, torch.bfloat16, prepare=keep(stored)))
+    parts = {part.data_ptr(): part.nbytes for weight in matrices for part in weight.parts()}
+    saving = sum(2 * weight.shape.numel() for weight in matrices) - sum(parts.values())
+    assert plans["null"] - plans["stored"] == pytest.approx(saving, rel=1e-9)

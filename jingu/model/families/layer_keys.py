@@ -197,8 +197,8 @@ def layer_keys(options: LayerOptions, position: RopeDefaults) -> ConfigKeys:
         types = [name.removesuffix(SHARED) for name in names]
         predictions = options.read_predictions(config)
         kind = predictions.get("mtp_kind")
-        described = sorted({*names, kind or names[0]})
-        kinds = {name: _kind_fields(name, config, options, positions, types) for name in described}
+        kind_names = sorted({*names, kind or names[0]})
+        kinds = {name: _kind_fields(name, config, options, positions, types) for name in kind_names}
         values: SpecValues = {"position": positions[_FULL], "max_position_embeddings": context, **predictions}
         values |= {options.window_field: None, **position.read_query_scaling(config)}
         rope = {"rope_theta": config.get("rope_theta", True), **(config.get("rope_parameters") or {})}

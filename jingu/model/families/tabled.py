@@ -192,12 +192,12 @@ def _rules(names: dict[str, Any], transforms: dict[str, str]) -> tuple[NameRule,
     return tuple(rules)
 
 
-def _separate_predictions(rules: tuple[NameRule, ...], prefix: str, renamed: dict[str, str]) -> tuple[NameRule, ...]:
+def _separate_predictions(rules: tuple[NameRule, ...], prefix: str, parts: dict[str, str]) -> tuple[NameRule, ...]:
     """Return rules of files in which layers of multi-token prediction are not numbered behind the others.
 
     Args:
         prefix: what these layers have in place of `model.layers.`.
-        renamed: parts of their names that differ.
+        parts: parts of their names that differ, by those of other blocks.
     """
     result: list[NameRule] = []
     for rule in rules:
@@ -207,8 +207,8 @@ def _separate_predictions(rules: tuple[NameRule, ...], prefix: str, renamed: dic
         names = tuple(name.replace("blocks.*", "mtp.*.block") for name in rule.jingu_names)
         result.append(replace(rule, has_predictions=False))
         hf_name = rule.hf_name.replace("model.layers.", prefix, 1)
-        for usual, own in renamed.items():
-            hf_name = hf_name.replace(usual, own)
+        for part, name in parts.items():
+            hf_name = hf_name.replace(part, name)
         result.append(replace(rule, hf_name=hf_name, jingu_names=names))
     return tuple(result)
 
