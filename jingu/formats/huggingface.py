@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -159,12 +159,18 @@ def _read_expert(name: str, mappings: Mappings, expert: int, read: Callable[...,
     return replace(mapping, jingu_shapes=shapes).to_jingu(tensor)[name][0]
 
 
+def _memory_of(resident: Callable[[str], PackedMatrix], hf_names: Iterable[str]) -> list[Tensor]:
+    """Return the parts of matrices in memory."""
+    return [part for name in hf_names for part in resident(name).memory]
+
+
 def _keep_packed(
     sources: Mapping[str, Mappings], packed: Mapping[str, PackedMatrix], device: torch.device
 ) -> Callable[[str], StoredWeight | None]:
     """Return a function that returns a matrix as it is stored, by its parameter's name; None if it is not quantized."""
     files = lru_cache(maxsize=None)(map_file)
     resident = lru_cache(maxsize=None)(lambda hf_name: packed[hf_name].to(device, files))
+    resident_part = lru_cache(maxsize=None)(lambda hf_name, expert: packed[hf_name].part(expert).to(device, files))
 
     def keep(name: str) -> StoredWeight | None:
         mappings = sources[name]
@@ -193,7 +199,30 @@ def _keep_packed(
         number = () if first.expert is None else (len(mappings),)
         shape = torch.Size((*number, *first.jingu_shapes[name]))
         hf_names = [each.hf_name for each in mappings]
-        return StoredWeight(shape, dequantize, lambda: [part for each in hf_names for part in resident(each).memory])
+
+        def select(experts: range) -> StoredWeight:
+            """Return the matrices of some experts, of which alone the parts are in memory."""
+
+            def read_part(hf_name: str, expert: int | None = None) -> Tensor:
+                matrix = resident(hf_name) if expert is None else resident_part(hf_name, expert)
+                return (matrix if rows is None else matrix.narrow(rows)).read()
+
+            def dequantize_part(number: int | None = None) -> Tensor:
+                if number is None:
+                    return torch.stack([dequantize_part(each) for each in range(len(experts))])
+                return _read_expert(name, mappings, experts[number], read_part)
+
+            def memory() -> list[Tensor]:
+                separate = first.expert is not None
+                matrices = (
+                    resident(hf_names[expert]) if separate else resident_part(hf_names[0], expert) for expert in experts
+                )
+                return [part for matrix in matrices for part in matrix.memory]
+
+            return StoredWeight(torch.Size((len(experts), *shape[1:])), dequantize_part, memory)
+
+        parts = partial(_memory_of, resident, hf_names)
+        return StoredWeight(shape, dequantize, parts, select if len(shape) == 3 else None)
 
     return keep
 

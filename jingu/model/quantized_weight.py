@@ -80,13 +80,18 @@ class StoredWeight(FrozenWeight):
     Attributes:
         shape: of the dequantized matrix.
         parts: returns the tensors that hold it. Several matrices may share them.
+        experts: returns the matrices of a range of experts, of matrices of all experts.
     """
 
     def __init__(
-        self, shape: torch.Size, dequantize: Callable[[int | None], Tensor], parts: Callable[[], list[Tensor]]
+        self,
+        shape: torch.Size,
+        dequantize: Callable[[int | None], Tensor],
+        parts: Callable[[], list[Tensor]],
+        experts: Callable[[range], StoredWeight] | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.parts = shape, parts
+        self.shape, self.parts, self.experts = shape, parts, experts
         self._dequantize = dequantize
 
     def whole(self, number: int | None = None) -> Tensor:

@@ -203,11 +203,11 @@ def check_layout(
 def _check_packed(spec: ModelSpec, kind: BaseFormat, sizes: AxisSizes) -> None:
     """Raise JinguError if the layout or the model does not allow quantized matrices."""
     if kind == "stored":
-        if max(sizes.tensor, sizes.expert) > 1:
+        if sizes.tensor > 1:
             raise JinguError(
-                "matrices in their stored form cannot be divided over ranks of `tensor` and `expert`.",
+                "matrices in their stored form cannot be divided over ranks of `tensor`.",
                 where="tune.quantization",
-                fix="Set parallel.tensor and parallel.expert to 1.",
+                fix="Set parallel.tensor to 1.",
             )
         return
     import torch

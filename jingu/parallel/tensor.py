@@ -45,6 +45,7 @@ from jingu.model.grouped_matmul import GatherRows
 from jingu.model.inputs import Inputs
 from jingu.model.latent_attention import LatentSelfAttention
 from jingu.model.layers import Embedding, RMSNorm
+from jingu.model.quantized_weight import StoredWeight
 from jingu.model.sharding_table import child_styles, iterate_styles
 from jingu.parallel.sharding import shard_range
 from jingu.parallel.token_sharding import TokenSharding, compose
@@ -333,6 +334,21 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.compute = partial(_compute_experts, mesh.get_group(), module.compute)  # type: ignore[method-assign]
+            for part in (module.gate, module.up, module.down):
+                if part is not None:
+                    _divide_stored(part, mesh)
+
+
+def _divide_stored(module: Any, mesh: DeviceMesh) -> None:
+    """Replace the matrices of all experts by those of this rank, if they are as another tool has stored them."""
+    weight = module.weight
+    if not isinstance(weight, StoredWeight):
+        return
+    assert weight.experts is not None
+    count = weight.shape[0] // mesh.size()
+    begin = mesh.get_local_rank() * count
+    del module.weight
+    module.weight = weight.experts(range(begin, begin + count))
 
 
 def _compute_experts(

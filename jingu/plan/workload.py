@@ -39,7 +39,7 @@ class Weight:
         is_matmul: whether it is the matrix of a matmul with tokens.
         storage: how a rank stores it: in the dtype of master weights, in the compute dtype (frozen, with adapters), or
             in this number of bytes per element.
-        is_stored: whether it stays as the files of the initial model have it, whole on each rank.
+        is_stored: whether it stays as the files of the initial model have it, but for the experts of other ranks.
         packing: values per stored element, for quantized matrices.
         is_copy: whether another stage updates it, as for the head that is tied to an embedding.
         kv_heads: key-value heads of its layer. If `tensor` has more ranks, several hold the same head.
@@ -77,7 +77,9 @@ class Weight:
         """
         tensor, expert, ranks = sizes
         if self.is_stored:
-            return prod(self.shape), prod(self.shape)
+            # It is divided by experts alone.
+            local = prod(self.cut(1, expert))
+            return local, local
         shape = self.cut(tensor, expert)
         dim = 0
         if self.dims and self.dims[0].kind == "experts":

@@ -136,6 +136,21 @@ def test_the_model_in_memory_has_the_bytes_of_its_files(form: str, folders: Call
     assert sum(parts.values()) + parameters == sum(place.bytes for place in places) - zero_biases
 
 
+@pytest.mark.parametrize("form", ["experts nf4", "mxfp4"])
+def test_some_experts_have_only_their_bytes_in_memory(form: str, folders: Callable[[str], Path]) -> None:
+    stored = open_hf(folders(form))
+    experts = [weight for weight in weights(load_model(stored, torch.float32, prepare=keep(stored))) if weight.experts]
+    assert experts
+    for weight in experts:
+        assert weight.experts is not None
+        half = weight.experts(range(1, 3))
+        assert half.shape == (2, *weight.shape[1:])
+        assert torch.equal(half.whole(), weight.whole()[1:3]) and torch.equal(half.whole(1), weight.whole(2))
+        sizes = [sum(part.nbytes for part in each.parts()) for each in (half, weight)]
+        # Descriptions of single matrices differ in length.
+        assert sizes[0] == pytest.approx(sizes[1] * 2 / weight.shape[0], rel=0.02)
+
+
 def test_latent_attention_reads_the_parts_of_its_matrix(folders: Callable[[str], Path]) -> None:
     stored = open_hf(folders("latent fp8"))
     models: list[Any] = [load_model(stored, torch.bfloat16), load_model(stored, torch.bfloat16, prepare=keep(stored))]

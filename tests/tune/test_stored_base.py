@@ -34,6 +34,7 @@ from jingu.training.run import open_run
 from jingu.tune.adapter_commands import export, merge
 from tests.conftest import Done, Library, peak_unmeasured, tiny
 from tests.formats.test_packed_forms import change
+from tests.formats.test_stored_weights import random_bytes
 
 Train = Callable[..., None]
 Read = Callable[[RunConfig], Done]
@@ -56,6 +57,33 @@ def base(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors |= {name: codes, **{f"{name}.{part}": value for part, value in state.as_dict(packed=True).items()}}
     change(place / "nf4", tensors, {"quant_method": "bitsandbytes"})
     return place / "nf4"
+
+
+@pytest.fixture(scope="module", params=["nf4", "mxfp4"])
+def experts_base(request: pytest.FixtureRequest, library: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with experts that are stored one by one in nf4, or all in one tensor in MXFP4."""
+    from jingu.training.commands import train
+
+    place = tmp_path_factory.mktemp("experts")
+    family = {"nf4": "qwen3_moe", "mxfp4": "gpt_oss"}[request.param]
+    shape = {"model.family": family, "model.hidden_size": 64, "model.intermediate_size": 64}
+    shape |= {"model.experts.num_experts": 4, "model.experts.num_experts_per_token": 2, "model.num_layers": 2}
+    with peak_unmeasured():
+        train(tiny(library, place, {**shape, "train.steps": 4, "name": "run"}))
+    convert(place / "run", place / "base", "fp32")
+    tensors = load_file(place / "base" / "model.safetensors")
+    if request.param == "nf4":
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            codes, state = bnb.quantize_4bit(tensors.pop(name), compress_statistics=True, quant_type="nf4")
+            tensors |= {name: codes, **{f"{name}.{part}": value for part, value in state.as_dict(packed=True).items()}}
+        change(place / "base", tensors, {"quant_method": "bitsandbytes"})
+        return place / "base"
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = random_bytes(count, outputs, inputs // 32, 16)
+        tensors[f"{name}_scales"] = random_bytes(count, outputs, inputs // 32) % 4 + 118
+    change(place / "base", tensors, {"quant_method": "mxfp4"})
+    return place / "base"
 
 
 @pytest.fixture
@@ -106,6 +134,17 @@ def test_ranks_equal_one_process(layout: dict[str, Any], adapted: Adapted, train
     assert done(sharded).column("loss") == pytest.approx(done(alone).column("loss"), rel=1e-9)
 
 
+def test_experts_are_divided_over_ranks(experts_base: Path, adapted: Adapted, train_on: Train, done: Read) -> None:
+    start = {"initialize.from": str(experts_base), "precision.type": "fp64"}
+    plain, alone = adapted({**start, "tune.quantization": None}, "plain"), adapted(start, "alone")
+    divided = adapted({**start, "parallel.expert": 2, "parallel.zero_stage": 2}, "divided")
+    train_on(1, plain, alone)
+    train_on(2, divided)
+    assert done(alone).column("loss") == done(plain).column("loss")
+    assert done(divided).column("loss") == pytest.approx(done(alone).column("loss"), rel=1e-9)
+    assert done(divided).column("grad_norm") == pytest.approx(done(alone).column("grad_norm"), rel=1e-9)
+
+
 def generate(path: Path, precision: Any, adapter: Path | None = None) -> tuple[list[int], Any]:
     model = load(path, precision, adapters={} if adapter is None else {"a": adapter})
     name = None if adapter is None else "a"
@@ -144,7 +183,7 @@ def test_the_plan_knows_the_stored_bytes(adapted: Adapted) -> None:
 
 
 def test_errors(adapted: Adapted, base: Path, tmp_path: Path) -> None:
-    with pytest.raises(JinguError, match="cannot be divided over ranks of `tensor` and `expert`"):
+    with pytest.raises(JinguError, match="cannot be divided over ranks of `tensor`"):
         open_run_with_plan(adapted({"parallel.tensor": 2}), 2)
     for init in ("pissa", "loftq"):
         with pytest.raises(
