@@ -69,7 +69,7 @@ def simulated_kill() -> SimulatedKill:
     return SimulatedKill()
 
 
-@pytest.mark.parametrize("num_kills", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_resumes_after_many_kills_at_random_file_operations(
     num_kills, simulated_kill, tiny_run, done, peak, assert_undisturbed
 ):
