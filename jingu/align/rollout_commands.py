@@ -37,7 +37,7 @@ from jingu.text.tokenizer import Tokenizer
 from jingu.training.commands import train_on_rank
 from jingu.training.run import Run
 from jingu.training.task import TaskFactory
-from jingu.tune.row_fields import ROW_FIELDS
+from jingu.tune.row_fields import TABLES
 
 
 def score(config: RunConfig, answers: Path | None = None, to: Path | None = None, best: bool = False) -> int:
@@ -122,7 +122,7 @@ def _tuning_row(row: Mapping[str, Any]) -> dict[str, Any]:
     prompt, answer = row["prompt"], row["completion"]
     if isinstance(prompt, str):
         return {"prompt": prompt, "completion": answer, "reward": row["reward"]}
-    names = {name for field in ROW_FIELDS if field.name in ("tools", "chat_template_kwargs") for name in field.names}
+    names = {name for field in TABLES["row"] if field.name in ("tools", "chat_template_kwargs") for name in field.names}
     shape = {name: value for name, value in row.items() if name in names}
     completion = [{"role": "assistant", "content": answer}]
     return {"prompt": prompt, "completion": completion, "reward": row["reward"], **shape}

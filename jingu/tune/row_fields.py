@@ -10,19 +10,21 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import isnan
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from jingu.chat.messages import ConversationError, JsonObject
+from jingu.tables import read_table
 
 Scope = Literal["row", "message"]
 
 
 class RowField(NamedTuple):
-    """A field that jingu knows.
+    """A field that jingu knows: an entry of `row_fields.toml`.
 
     Attributes:
         name: name of the field.
         effect: what it does, as Markdown.
+        scopes: where it stands.
         spellings: other names with the same meaning.
         shapes_prompt: whether it changes the text of a prompt. Rows of prompts use such a field or refuse it.
         may_repeat: whether a row may have it beside a format that does not use it, if it repeats text of the row.
@@ -33,7 +35,8 @@ class RowField(NamedTuple):
 
     name: str
     effect: str
-    spellings: tuple[str, ...] = ()
+    scopes: Sequence[Scope] = ("row",)
+    spellings: Sequence[str] = ()
     shapes_prompt: bool = False
     may_repeat: bool = False
     is_optional: bool = False
@@ -45,149 +48,20 @@ class RowField(NamedTuple):
         return (self.name, *self.spellings)
 
 
-_UNUSED_TEXT = "part of some formats; beside another one, the row is refused unless the field repeats text of the row"
-_ONLY_TEXT = "only text can be trained on"
-_MEDIA = RowField(
-    "images",
-    "refused unless empty: only text can be trained on",
-    ("image", "image_url", "image_path", "video", "videos", "audio", "audios"),
-    shapes_prompt=True,
-    refusal=_ONLY_TEXT,
-    allows_false=True,
-)
-_MASK = RowField(
-    "mask",
-    "refused: it does not say whether true means trained or left out; write `train`",
-    ("masked", "loss_masked", "ignore_loss", "mask_loss"),
-    refusal="it does not say whether true means trained or left out; write train",
-)
-_TRAIN = RowField(
-    "train",
-    "whether the row, or an answer, is trained: true or false, 1 or 0, or one of these as text. False is a weight of 0",
-    ("training", "trainable", "train_on_turn", "loss", "loss_mask", "compute_loss"),
-)
-_WEIGHT = RowField(
-    "weight",
-    "factor on the loss of the row, or of an answer, from 0 (context only) to 2; factors of row and answer are "
-    "multiplied. Preference rows have none",
-    ("loss_weight", "loss_scale", "sample_weight"),
-)
-_PART_MASK = RowField(
-    "train_detail",
-    "refused: loss weights apply to whole messages",
-    ("training_detail", "token_weights", "loss_weights"),
-    refusal="loss weights apply to whole messages",
-)
-_REASONING = RowField(
-    "reasoning_content",
-    "reasoning of an assistant before its answer; beside a single answer, that of the answer",
-    ("thinking", "reasoning", "thought"),
-)
-
-ROW_FIELDS = (
-    RowField("messages", f"the conversation; {_UNUSED_TEXT}", ("conversations",), may_repeat=True),
-    *(
-        RowField(name, _UNUSED_TEXT, may_repeat=True)
-        for name in (
-            *("rounds", "reference", "instruct", "instruction", "input", "output", "question", "answer", "query"),
-            *("response", "prompt", "completion", "text", "context", "passage"),
-        )
-    ),
-    RowField("type", "names a format (`pretrain`, `instruct`, `conversation`, …); otherwise carried", is_optional=True),
-    RowField(
-        "system",
-        "the system message, which goes first; a row whose messages begin with another one is refused",
-        ("system_prompt", "system_message", "system_msg", "system_instruction", "sys_prompt"),
-        shapes_prompt=True,
-        may_repeat=True,
-    ),
-    RowField(
-        "history",
-        "earlier turns, after the system message: pairs `[question, answer]`, or messages",
-        ("chat_history", "conversation_history"),
-        shapes_prompt=True,
-    ),
-    RowField(
-        "tools",
-        "definitions of tools: a list of objects, or the JSON text of one",
-        ("functions", "apis", "available_tools", "tool_definitions", "function_definitions"),
-        shapes_prompt=True,
-    ),
-    RowField(
-        "chat_template_kwargs",
-        "further variables of the chat template: an object, or the JSON text of one",
-        ("chat_template_args", "template_kwargs"),
-        shapes_prompt=True,
-    ),
-    RowField(
-        "enable_thinking",
-        "refused: variables of the template stand in `chat_template_kwargs`",
-        ("reasoning_effort", "thinking_budget", "add_generation_prompt", "continue_final_message", "documents"),
-        shapes_prompt=True,
-        refusal="a variable of the chat template stands in chat_template_kwargs",
-    ),
-    _REASONING,
-    _TRAIN,
-    _WEIGHT,
-    RowField(
-        "label",
-        "of preference rows: whether the answer is desirable. Tuning refuses a row where it is false",
-        ("kto_tag",),
-        is_optional=True,
-    ),
-    RowField("chosen", "the better answer of a preference row", may_repeat=True),
-    RowField("rejected", "the worse answer of a preference row", may_repeat=True),
-    RowField("ranking", "several answers of a preference row", may_repeat=True),
-    RowField("scores", "numbers of the answers in `ranking`", is_optional=True),
-    RowField("margin", "by how much `chosen` is better, in units of reward", is_optional=True),
-    _MASK,
-    _PART_MASK,
-    RowField(
-        "input_ids",
-        "refused: rows are text, which jingu tokenizes",
-        ("labels", "attention_mask", "completion_mask", "assistant_masks"),
-        refusal="rows are text, which jingu tokenizes",
-    ),
-    _MEDIA,
-)
-MESSAGE_FIELDS = (
-    RowField("role", "who speaks; beside `content`", ("from",), may_repeat=True),
-    RowField("content", "the text, or a list of parts with `text`", ("value",), may_repeat=True),
-    RowField("tool_calls", "calls of an assistant"),
-    RowField("function_call", "a single call of an assistant"),
-    RowField("name", "name of the author, or of the tool that returned this result"),
-    RowField("tool_call_id", "id of the call that a tool's result answers"),
-    _REASONING,
-    _TRAIN._replace(
-        spellings=(*_TRAIN.spellings, "label"),
-        effect="whether the answer is trained, as above; of another message only false is accepted",
-    ),
-    _WEIGHT,
-    _MASK,
-    _PART_MASK,
-    RowField("text", "refused unless it repeats text of the row", ("parts", "message"), may_repeat=True),
-    RowField(
-        "tools",
-        "refused: definitions of tools stand beside the messages",
-        ("functions", "apis"),
-        refusal="definitions of tools stand beside the messages",
-    ),
-    RowField(
-        "prefix",
-        "refused unless false: a message is trained whole",
-        ("partial", "refusal"),
-        refusal="a message is trained whole, as content",
-        allows_false=True,
-    ),
-    _MEDIA,
-)
-TABLES: Mapping[Scope, tuple[RowField, ...]] = {"row": ROW_FIELDS, "message": MESSAGE_FIELDS}
+_FIELDS = [
+    RowField(name, **{key: value for key, value in entry.items() if key != "names"})
+    for entry in read_table(__file__, "row_fields.toml")["fields"]
+    for name in entry["names"]
+]
+TABLES: dict[Scope, list[RowField]] = {
+    scope: [field for field in _FIELDS if scope in field.scopes] for scope in get_args(Scope)
+}
 # Names of the same field by the name of the field.
 _SPELLINGS = {
     (scope, field.name): dict.fromkeys(field.names).keys() for scope, fields in TABLES.items() for field in fields
 }
 # Names that jingu gives to the fields of rows.
-KNOWN_NAMES = frozenset(name for field in ROW_FIELDS for name in field.names)
+KNOWN_NAMES = frozenset(name for field in TABLES["row"] for name in field.names)
 # Names of fields with the loss weight of a row or a message.
 WEIGHT_NAMES = frozenset((*_SPELLINGS["message", "train"], *_SPELLINGS["message", "weight"]))
 # Fields of an answer. They may repeat a part of the trained answer, such as its result.

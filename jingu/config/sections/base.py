@@ -125,8 +125,8 @@ class LateAnnotation:
         return handler.generate_schema(self.annotation)
 
 
-def variants_of(registry: Registry[Any], default: str | None = None) -> Any:
-    """Return the annotation of a section with the variants of a table.
+def variants_of(registry: Registry[Any], default: str | None = None) -> LateAnnotation:
+    """Return what makes the base of a table's sections, in `Annotated`, the union of them.
 
     Args:
         default: the `type:` of a section without one; None: it must have one.
@@ -137,12 +137,12 @@ def variants_of(registry: Registry[Any], default: str | None = None) -> Any:
         tagged: Any = Annotated[union, Discriminator("type")]
         return tagged if default is None else Annotated[tagged, default_type(default)]
 
-    return Annotated[Any, LateAnnotation(build)]
+    return LateAnnotation(build)
 
 
-def names_of(registry: Registry[Any]) -> Any:
-    """Return the annotation of a setting that takes the names of a table."""
-    return Annotated[str, LateAnnotation(lambda: Literal[tuple(registry)])]
+def names_of(registry: Registry[Any]) -> LateAnnotation:
+    """Return what makes a text, in `Annotated`, one of the names of a table."""
+    return LateAnnotation(lambda: Literal[tuple(registry)])
 
 
 def default_type(default: str) -> BeforeValidator:

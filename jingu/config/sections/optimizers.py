@@ -247,7 +247,4 @@ class SgdSettings(OptimizerBase):
 OPTIMIZERS = registry_of("optimizers", OptimizerBase)
 """The optimizers by the names of `optimizer.type`."""
 
-if TYPE_CHECKING:
-    Optimizer = OptimizerBase
-else:
-    Optimizer = variants_of(OPTIMIZERS, "adamw")
+Optimizer = Annotated[OptimizerBase, variants_of(OPTIMIZERS, "adamw")]

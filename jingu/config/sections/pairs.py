@@ -117,10 +117,7 @@ DPO_LOSSES: Registry[Callable[[DpoSettings, Scored, Scored], Tensor]] = Registry
 )
 """The losses of DPO by the names of `task.loss`."""
 
-if TYPE_CHECKING:
-    DpoLoss = str
-else:
-    DpoLoss = names_of(DPO_LOSSES)
+DpoLoss = Annotated[str, names_of(DPO_LOSSES)]
 
 
 def _smooth_losses(settings: DpoSettings, chosen: Scored, rejected: Scored) -> tuple[Tensor, Tensor]:

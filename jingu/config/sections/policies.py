@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, model_validator
 
@@ -392,10 +392,7 @@ ADVANTAGES = Registry(
 )
 """The advantages by the names of `task.advantage`."""
 
-if TYPE_CHECKING:
-    AdvantageName = str
-else:
-    AdvantageName = names_of(ADVANTAGES)
+AdvantageName = Annotated[str, names_of(ADVANTAGES)]
 
 
 class GrpoSettings(RewardedSettings):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -239,7 +239,4 @@ class ModelReward(RewardBase):
 REWARDS = registry_of("rewards", RewardBase)
 """The rewards by the names of their `type:`."""
 
-if TYPE_CHECKING:
-    Reward = RewardBase
-else:
-    Reward = variants_of(REWARDS)
+Reward = Annotated[RewardBase, variants_of(REWARDS)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import cos, pi, sqrt
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -158,7 +158,4 @@ class WsdSettings(ScheduleBase):
 SCHEDULES = registry_of("schedules", ScheduleBase)
 """The schedules by the names of `schedule.type`."""
 
-if TYPE_CHECKING:
-    Schedule = ScheduleBase
-else:
-    Schedule = variants_of(SCHEDULES, "cosine")
+Schedule = Annotated[ScheduleBase, variants_of(SCHEDULES, "cosine")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from jingu.config.sections.base import PathText, find_variants, registry_of, variants_of
 from jingu.config.sections.pairs import Coefficient, PairBase, Temperature
@@ -64,7 +64,4 @@ _POLICIES: tuple[type[TaskBase], ...] = (GrpoSettings, PpoSettings, Distillation
 TASKS = registry_of("tasks", TaskBase, PretrainingSettings, *_PREFERENCES, *_POLICIES)
 """The tasks by the names of `task.type`."""
 
-if TYPE_CHECKING:
-    Task = TaskBase
-else:
-    Task = variants_of(TASKS, "pretraining")
+Task = Annotated[TaskBase, variants_of(TASKS, "pretraining")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field
 
@@ -58,10 +58,7 @@ TRACKERS = Registry(
 )
 """The classes of the services of `train.trackers`, each as `module:name`."""
 
-if TYPE_CHECKING:
-    TrackerName = str
-else:
-    TrackerName = names_of(TRACKERS)
+TrackerName = Annotated[str, names_of(TRACKERS)]
 
 
 class TrainSettings(Settings):
