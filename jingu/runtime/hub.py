@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from uuid import uuid4
 
 from jingu.errors import JinguError, join_words
+from jingu.tables import read_table
 
 _NAME = re.compile(
     r"(?:(?P<service>hf|modelscope):)?(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(?P<file>[^@:]+))?"
@@ -35,20 +36,8 @@ MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors", "README.md")
 _IGNORED_FILES = ("onnx/*", "openvino/*", "coreml/*", "original/*", "metal/*", "*.msgpack", "*.onnx", "consolidated*")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Paths like these are outputs of commands or files beside them, not repositories.
-_LOCAL_FOLDERS = (
-    "runs",
-    "data",
-    "models",
-    "checkpoints",
-    "build",
-    "dist",
-    "out",
-    "output",
-    "outputs",
-    "exports",
-    "tmp",
-)
-_CONNECTION_HINT = "Check the connection, or set HF_ENDPOINT to a mirror; with HF_HUB_OFFLINE=1 only the cache is read."
+_LOCAL_FOLDERS = "runs data models checkpoints build dist out output outputs exports tmp".split()  # noqa: SIM905
+_ERRORS = read_table(__file__, "hub_errors.toml")
 
 
 @dataclass(frozen=True)
@@ -142,33 +131,17 @@ def _download(name: HubName, files: tuple[str, ...]) -> Path:
     """Download files of a repository, unless the cache has them; return its folder, or the file that the name names."""
     if name.parts:
         raise JinguError("a model has no split.", where=str(name), fix=f"Write {name.repository}.")
-    download = _download_from_modelscope if name.service == "modelscope" else _download_from_hf
+    is_on_modelscope = name.service == "modelscope"
+    library = _import("modelscope", "modelscope", name) if is_on_modelscope else import_module("huggingface_hub")
+    patterns = [*files] if name.file is None else [name.file]
+    options = {"revision": name.revision, "allow_patterns": patterns, "ignore_patterns": [*_IGNORED_FILES]}
     with explain_hub_errors(name):
-        folder = download(name, files if name.file is None else (name.file,))
+        folder = Path(library.snapshot_download(name.repository, **options))
     if name.file is not None:
         return _existing_file(folder, name)
     if files == MODEL_FILES and not list(folder.glob("*.safetensors")):
         _refuse_without_weights(name, folder)
     return folder
-
-
-def _download_from_hf(name: HubName, patterns: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        snapshot_download(
-            name.repository, revision=name.revision, allow_patterns=[*patterns], ignore_patterns=[*_IGNORED_FILES]
-        )
-    )
-
-
-def _download_from_modelscope(name: HubName, patterns: Sequence[str]) -> Path:
-    library = _import("modelscope", "modelscope", name)
-    return Path(
-        library.snapshot_download(
-            name.repository, revision=name.revision, allow_patterns=[*patterns], ignore_patterns=[*_IGNORED_FILES]
-        )
-    )
 
 
 def _existing_file(folder: Path, name: HubName) -> Path:
@@ -320,66 +293,12 @@ def _explain(error: Exception, name: HubName) -> JinguError:
         folder = "MODELSCOPE_CACHE" if name.service == "modelscope" else "HF_HOME"
         fix = f"Free space where {folder} is, or set it to a folder with more space. What has arrived is kept."
         return JinguError("the disk is full.", where=str(name), fix=fix)
-    if name.service == "modelscope":
-        return _explain_modelscope(error, name)
-    from huggingface_hub import errors
+    from huggingface_hub.errors import HfHubHTTPError
 
-    page = f"https://huggingface.co/{name.repository}"
-    # Subclasses stand before their base classes.
-    causes: list[tuple[type[Exception], str, str]] = [
-        (
-            errors.GatedRepoError,
-            "access to this repository has to be granted first.",
-            f"Accept its terms at {page}, then log in: `hf auth login`, or set HF_TOKEN.",
-        ),
-        (
-            errors.RevisionNotFoundError,
-            f"the repository has no revision {name.revision}.",
-            "Check the branch, tag or commit; a commit vanishes when the history is rewritten.",
-        ),
-        (
-            errors.RepositoryNotFoundError,
-            "there is neither such a path here nor such a repository on the hub.",
-            "Check the spelling. For a private repository, log in: `hf auth login`, or set HF_TOKEN.",
-        ),
-        (
-            errors.LocalEntryNotFoundError,
-            "the repository is not in the cache, and the hub cannot be reached.",
-            _CONNECTION_HINT,
-        ),
-        (
-            errors.OfflineModeIsEnabled,
-            "the repository is not in the cache, and HF_HUB_OFFLINE forbids the network.",
-            "Unset HF_HUB_OFFLINE once to download it.",
-        ),
-        (errors.HFValidationError, "this is not a name that a hub allows.", "Write ORG/NAME."),
-    ]
-    for kind, what, fix in causes:
-        if isinstance(error, kind):
-            return JinguError(what, where=str(name), fix=fix)
-    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
-        fix = "Log in again: `hf auth login`, or set HF_TOKEN to a token that may read it."
-        return JinguError("the hub refused the token.", where=str(name), fix=fix)
-    what = f"the download failed ({type(error).__name__}: {error})."
-    return JinguError(what, where=str(name), fix=f"{_CONNECTION_HINT} What has arrived is kept.")
-
-
-def _explain_modelscope(error: Exception, name: HubName) -> JinguError:
-    """Return the error that a person sees for an error of `modelscope`.
-
-    Its classes have changed places between releases, so they are told apart by their names.
-    """
     kinds = {kind.__name__ for kind in type(error).mro()}
-    if "NoValidRevisionError" in kinds:
-        what = f"the repository has no revision {name.revision}."
-        fix = "Check the branch, tag or commit."
-    elif "NotExistError" in kinds:
-        what = "there is no such repository, or no such revision of it, on ModelScope."
-        fix = "Check the spelling. For a private repository, log in: `modelscope login`."
-    elif kinds & {"AuthenticationError", "PermissionDeniedError", "NotLoginException"}:
-        what = "ModelScope refused the access."
-        fix = "Log in: `modelscope login`, with a token that may read the repository."
-    else:
-        what = f"the download failed ({type(error).__name__}: {error})."
-        fix = "Check the connection. What has arrived is kept."
-    return JinguError(what, where=str(name), fix=fix)
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
+    causes = _ERRORS[name.service]
+    cause = next(row for row in causes if kinds & {*row["errors"]} and status in row.get("status", [status]))
+    page = f"https://huggingface.co/{name.repository}"
+    texts = {"page": page, "revision": name.revision, "error": f"{type(error).__name__}: {error}"}
+    return JinguError(cause["what"].format(**texts), where=str(name), fix=cause["fix"].format(**texts))
