@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Any
 from jingu.align.scorer import RewardContext, RewardScorer
 from jingu.config.sections.rewards import PythonTestsReward
 from jingu.errors import JinguError
+from jingu.runtime.gpus import num_usable_cores
 from jingu.runtime.python_tests import PythonTests, parse_tests
 from jingu.runtime.sandbox import Limits, Sandbox, SandboxError, passes_output, passes_tests
 
@@ -119,7 +119,7 @@ class SandboxScorer(RewardScorer):
         keys = [(answer["completion"], json.dumps(answer[self._settings.column])) for answer in answers]
         unique = list(dict.fromkeys(keys))
         # More than cores: some programs only wait until their time ends.
-        workers = min(2 * len(os.sched_getaffinity(0)), _MAX_WORKERS)
+        workers = min(2 * num_usable_cores(), _MAX_WORKERS)
         try:
             with ThreadPoolExecutor(workers) as executor:
                 values = dict(zip(unique, executor.map(self._passes, unique), strict=True))

@@ -32,10 +32,10 @@ from jingu.training.run import Run
 from jingu.training.schedule import learning_rate
 from jingu.training.session import training_layout
 from jingu.training.step import train_step
-from jingu.training.task import Evaluation, StatelessTask
+from jingu.training.task import Task
 
 
-class SeparateCritic(StatelessTask):
+class SeparateCritic(Task):
     """A critic with weights of its own, sharded like the policy. It is itself a `Task`, for the step that trains it.
 
     Attributes:
@@ -54,7 +54,7 @@ class SeparateCritic(StatelessTask):
         self._clip = settings.value_clip
         self._head = RewardHead(mesh)
         self._lr = settings.critic.lr_multiplier * config.optimizer.lr
-        self.batch = batch
+        self._batch = batch
         path = settings.critic.model or config.initialize.from_
         stored_model = None if path is None else open_model(Path(path))
         spec = run.spec
@@ -88,6 +88,10 @@ class SeparateCritic(StatelessTask):
 
     # As a task
 
+    def batch(self, step: int, first: int, count: int) -> Batch:
+        """Return rows of the step of the trained model."""
+        return self._batch(step, first, count)
+
     def loss_terms(self, model: ParallelModel) -> dict[str, float]:
         return {"loss": 1.0, "value_clipped": 0.0}
 
@@ -100,7 +104,3 @@ class SeparateCritic(StatelessTask):
 
         total: Tensor = model(model_inputs(batch), loss=head)
         return total
-
-    def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
-        """Measure nothing."""
-        return Evaluation({})

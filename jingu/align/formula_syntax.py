@@ -36,59 +36,19 @@ _CLOSING = {"}", ")", "]", r"\}", r"\rangle", r"\rfloor", r"\rceil", r"\rvert"}
 _FRACTIONS = {r"\frac", r"\dfrac", r"\tfrac", r"\cfrac"}
 _BINOMIALS = {r"\binom", r"\dbinom", r"\tbinom"}
 # Functions without a value here, since math-verify reads some of them in several ways.
-_OTHER_CALLS = (
-    "cot",
-    "sec",
-    "csc",
-    "arcsin",
-    "arccos",
-    "arctan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "coth",
-    "log",
-    "lg",
-    "exp",
-    "gcd",
-    "Gamma",
-    "arg",
-    "deg",
-)
+_OTHER_CALLS = "cot sec csc arcsin arccos arctan sinh cosh tanh coth log lg exp gcd Gamma arg deg"
 _CALLS: dict[str, Callable[[complex], complex] | None] = {
     r"\sin": cmath.sin,
     r"\cos": cmath.cos,
     r"\tan": cmath.tan,
     r"\ln": cmath.log,
-    **{f"\\{name}": None for name in _OTHER_CALLS},
+    **{f"\\{name}": None for name in _OTHER_CALLS.split()},
 }
 _TIMES = {"*", r"\cdot", r"\times", r"\ast"}
 _DIVIDED = {"/", r"\div"}
 # What separates formulas of which none is a term or a factor of another one.
-_RELATIONS = (
-    "le",
-    "ge",
-    "leq",
-    "geq",
-    "lt",
-    "gt",
-    "ne",
-    "neq",
-    "in",
-    "to",
-    "land",
-    "lor",
-    "wedge",
-    "vee",
-    "setminus",
-    "equiv",
-    "approx",
-    "sim",
-    "cup",
-    "cap",
-    "mid",
-)
-_SEPARATORS = {*",;:=<>&|≤≥", "\\\\", r"\|", *(f"\\{name}" for name in _RELATIONS)}
+_RELATIONS = "le ge leq geq lt gt ne neq in to land lor wedge vee setminus equiv approx sim cup cap mid"
+_SEPARATORS = {*",;:=<>&|≤≥", "\\\\", r"\|", *(f"\\{name}" for name in _RELATIONS.split())}
 _SIGNS = {"+", "-", r"\pm", r"\mp", "±"}
 # Operations that an answer states instead of carrying them out, and that have no bound.
 _UNEVALUATED = re.compile(

@@ -7,13 +7,8 @@ A request names a file of weights to load, or asks for a share of the answers of
 from __future__ import annotations
 
 import json
-import os
-import sys
-import threading
-import traceback
 from contextlib import ExitStack
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -28,6 +23,7 @@ from jingu.errors import JinguError
 from jingu.infer.inference_model import InferenceModel
 from jingu.model.spec import ModelSpec
 from jingu.runtime.device import device_module, retain_freed_memory
+from jingu.runtime.json_lines import answer_requests, read_requests
 from jingu.text.tokenizer import Tokenizer
 from jingu.training.initialize import keep_base
 from jingu.training.precision import choose_precision
@@ -78,37 +74,19 @@ class GenerationWorker:
         return {"answers": self._generator.generate_share(self._model, prompts, share, step, greedy=greedy)}
 
 
-def _serve(lines: SimpleQueue[str]) -> None:
-    """Reply to requests until the process ends."""
-    # Redirect standard output to standard error, so that nothing a library prints gets between the replies.
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    worker: GenerationWorker | None = None
-    while True:
-        request = json.loads(lines.get())
-        reply: dict[str, Any] = {}
-        try:
-            worker = worker or GenerationWorker(request["setup"])
-            if "weights" in request:
-                worker.load(request["weights"])
-            else:
-                reply = worker.generate(request["step"], tuple(request["share"]), request["greedy"])
-        except JinguError as error:
-            reply = {"error": str(error).removesuffix(".")}
-        except Exception as error:
-            traceback.print_exc()
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-
-
 def main() -> None:
     """Serve requests until standard input is closed, which also aborts a running generation."""
-    lines: SimpleQueue[str] = SimpleQueue()
-    threading.Thread(target=_serve, args=(lines,), daemon=True).start()
-    for line in sys.stdin:
-        lines.put(line)
-    os._exit(0)
+    worker: GenerationWorker | None = None
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        nonlocal worker
+        worker = worker or GenerationWorker(request["setup"])
+        if "weights" in request:
+            worker.load(request["weights"])
+            return {}
+        return worker.generate(request["step"], tuple(request["share"]), request["greedy"])
+
+    answer_requests(read_requests(), answer, JinguError)
 
 
 if __name__ == "__main__":

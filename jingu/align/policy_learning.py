@@ -71,7 +71,7 @@ from jingu.training.evaluate import generate_samples
 from jingu.training.initialize import keep_base
 from jingu.training.precision import choose_precision
 from jingu.training.run import Run
-from jingu.training.task import Evaluation, TaskFactory
+from jingu.training.task import Evaluation, Task, TaskFactory
 from jingu.watch.activity import Activity
 
 # Computes values [R, A] of the tokens of answers from hidden states and the weight of the head.
@@ -80,7 +80,7 @@ TokenHead = Callable[[Tensor, Tensor, PolicyBatch], Tensor]
 _MAX_LENGTHS = 8
 
 
-class PolicyLearning:
+class PolicyLearning(Task):
     """The task of learning from the rewards of the model's own answers, or from a teacher's judgment of them.
 
     Args:

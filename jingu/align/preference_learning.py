@@ -37,7 +37,7 @@ from jingu.training.batch_transforms import model_inputs, prepend_virtual_tokens
 from jingu.training.evaluate import generate_samples
 from jingu.training.run import Run
 from jingu.training.step import sum_losses, sum_over_ranks
-from jingu.training.task import Evaluation, StatelessTask, TaskFactory
+from jingu.training.task import Evaluation, Task, TaskFactory
 from jingu.training.validation import ValidationRows
 
 # Largest acceptable mean of |log(policy / reference)| per token before the first step, by precision. Rounding errors
@@ -54,7 +54,7 @@ class LocatedRows(NamedTuple):
     is_real: npt.NDArray[np.bool_]
 
 
-class PreferenceLearning(StatelessTask):
+class PreferenceLearning(Task):
     """The task of learning from pairs of answers. The loss is a mean over pairs."""
 
     # The first term is minimized; the others are only logged.

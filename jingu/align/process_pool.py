@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
+from jingu.runtime.gpus import num_usable_cores
+
 # Values of items that took too long, and of those whose process ended.
 LATE, ENDED = "late", "ended"
 # Limit of the time that passes, relative to that of the computation: for an item that waits for ever.
@@ -36,7 +38,7 @@ def map_in_processes(function: Callable[[Any], Any], items: Sequence[Any], secon
         seconds: limit of CPU time per item: on a busy machine, an item may wait for longer. After four late items it is
             a fifth of this, so that many of them do not hold up the others.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_usable_cores()
     values: list[Any] = [ENDED] * len(items)
     pending = deque(range(len(items)))
     busy: dict[Connection, tuple[BaseProcess, int]] = {}

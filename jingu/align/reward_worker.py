@@ -13,14 +13,14 @@ import importlib.util
 import inspect
 import json
 import math
-import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+from jingu.runtime.json_lines import answer_requests
 
 # Every rank starts such a process, so it must start fast: modules that not every reward needs are imported where they
 # are used.
@@ -269,26 +269,14 @@ class EnvironmentWorker:
 
 def main() -> None:
     """Serve requests until standard input is closed."""
-    # Redirect standard output to standard error, so that nothing a function prints gets between the replies.
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
     rewards = RewardFunctions()
     environments = EnvironmentWorker()
-    for line in sys.stdin:
-        request = json.loads(line)
-        reply: dict[str, Any]
-        try:
-            if "method" in request:
-                reply = {"values": environments.answer(request)}
-            else:
-                reply = rewards.answer(request)
-        except RewardFunctionError as error:
-            reply = {"error": str(error)}
-        except Exception as error:
-            traceback.print_exc()
-            reply = {"error": f"{type(error).__name__}: {str(error)[:2_000]}"}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        return {"values": environments.answer(request)} if "method" in request else rewards.answer(request)
+
+    # Without a thread that reads: requests fork this process.
+    answer_requests(map(json.loads, sys.stdin), answer, RewardFunctionError)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import queue
 import signal
 import sys
-import threading
 from typing import Any
 
 from jingu.checkpoint import save_folder
@@ -23,6 +21,7 @@ from jingu.checkpoint.manifest import Manifest
 from jingu.checkpoint.remote import checkpoint_path
 from jingu.checkpoint.retention import Retention, after_save, before_save
 from jingu.checkpoint.save_folder import GetBytes
+from jingu.runtime.json_lines import read_requests
 
 # At this priority, training gets about ten times as much time of a core that both use.
 NICENESS = 10
@@ -34,23 +33,15 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
-    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
-    setup = requests.get()
+    requests = read_requests()
+    setup = next(requests)
     plan = Manifest.model_validate(setup["plan"])
     memory = memoryview(b"")
     if setup["bytes"]:
         memory = memoryview(mmap.mmap(int(sys.argv[1]), setup["bytes"]))
-    while True:
-        problem = _save(requests.get(), plan, lambda piece: memory[slice(*piece.bytes)], setup["rank"])
+    for request in requests:
+        problem = _save(request, plan, lambda piece: memory[slice(*piece.bytes)], setup["rank"])
         print(json.dumps(problem), flush=True)
-
-
-def _listen(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Queue requests. When training closes the pipe, end the process, even in the middle of a save."""
-    for line in sys.stdin:
-        requests.put(json.loads(line))
-    os._exit(0)
 
 
 def _save(request: dict[str, Any], plan: Manifest, get_bytes: GetBytes, rank: int) -> str | None:

@@ -27,10 +27,10 @@ from jingu.training.batch_transforms import add_dropout_seeds, add_embedding_noi
 from jingu.training.evaluate import average_results, evaluate, generate_samples
 from jingu.training.loss import ChunkLoss, chunk_loss, linear_cross_entropy
 from jingu.training.run import Run
-from jingu.training.task import Evaluation, StatelessTask, TaskFactory
+from jingu.training.task import Evaluation, Task, TaskFactory
 
 
-class Pretraining(StatelessTask):
+class Pretraining(Task):
     """The task of predicting the next token; with an encoder, of predicting the target text of the objective.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,16 +37,17 @@ class StepNotStartedError(JinguError):
     """`Task.begin_step` failed on all ranks, before it changed anything, so that the state of the run can be saved."""
 
 
-class Task(Protocol):
+class Task:
     """Batches, their loss, and an evaluation.
 
-    Every rank has a task, and all ranks must call its methods in the same order.
+    Every rank has a task, and all ranks must call its methods in the same order. By default a task averages the loss
+    over trained tokens, prepares nothing before a step, and adds nothing to a checkpoint of model and optimizer.
 
     Attributes:
         headline: names of the metrics that the progress of a run shows, where a step has them.
     """
 
-    headline: tuple[str, ...]
+    headline: tuple[str, ...] = ("loss",)
 
     def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
         """Prepare a step before its batches are read, such as by generating answers or checking the reference model.
@@ -64,15 +65,18 @@ class Task(Protocol):
 
         If the rows depend only on these arguments, the task may prefetch them in a thread.
         """
+        raise NotImplementedError
 
     def denominator(self, batch: Batch) -> float:
-        """Return the number of units in a batch over which the loss is averaged: tokens, sequences or pairs."""
+        """Return the number of units in a batch over which the loss is averaged: trained tokens, sequences or pairs."""
+        return float((batch.labels >= 0).sum())
 
     def loss_terms(self, model: ParallelModel) -> dict[str, float]:
         """Return the coefficient of each value that the method `loss` returns, by name and in the same order.
 
         The first name is `loss`. A coefficient of 0 makes the value a metric that is not trained on.
         """
+        raise NotImplementedError
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """Return the loss of a batch, summed over its units; or with further terms [n], such as auxiliary losses.
@@ -80,15 +84,18 @@ class Task(Protocol):
         Args:
             model: the whole model, or one stage of a pipeline, which is called in the same way.
         """
+        raise NotImplementedError
 
     def end_step(self) -> Mapping[str, Tensor | float]:
         """Return further metrics of the step, by name and equal on all ranks: numbers, or scalars on the device.
 
         It is called after the weights are updated.
         """
+        return {}
 
     def tensors(self) -> dict[str, TensorBlock]:
         """Return the tensors of the task for a checkpoint, by name, such as those of a second model that is trained."""
+        return {}
 
     def state(self) -> Any:
         """Return other state of the task for a checkpoint, as a JSON value on the first rank. All ranks call it."""
@@ -103,36 +110,7 @@ class Task(Protocol):
             micro_batch_size: rows per forward pass on one rank.
             final: whether this is the evaluation at the end of the run.
         """
-
-
-class StatelessTask:
-    """Base of tasks that add nothing to a checkpoint of model and optimizer.
-
-    By default they average the loss over trained tokens, prepare nothing before a step, and have no further metrics.
-    """
-
-    headline: tuple[str, ...] = ("loss",)
-
-    def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
-        """Do nothing."""
-
-    def denominator(self, batch: Batch) -> float:
-        """Return the number of trained tokens."""
-        return float((batch.labels >= 0).sum())
-
-    def end_step(self) -> Mapping[str, Tensor | float]:
-        """Return nothing."""
-        return {}
-
-    def tensors(self) -> dict[str, TensorBlock]:
-        """Return nothing."""
-        return {}
-
-    def state(self) -> Any:
-        """Return nothing."""
-
-    def load_state(self, state: Any) -> None:
-        """Do nothing."""
+        return Evaluation({})
 
 
 @dataclass(frozen=True)
