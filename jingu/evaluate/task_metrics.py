@@ -23,6 +23,7 @@ from jingu.evaluate.prompts import EvaluationSample
 from jingu.evaluate.task_file import Options, OutputType, TaskSettings, describe_failure, function_name
 from jingu.evaluate.task_templates import TEMPLATE_ERRORS
 from jingu.formatting import format_score
+from jingu.tables import read_table
 from jingu.text.corpus_file import import_optional
 
 Array = npt.NDArray[np.float64]
@@ -63,18 +64,7 @@ METRICS: dict[OutputType, list[str]] = {
     ],
 }
 _NUM_DEFAULTS = {"multiple_choice": 2, "loglikelihood_rolling": 3, "generate_until": 1}
-_LOWER_IS_BETTER = (
-    *("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "bits_per_character", "bits_per_word"),
-    *("brier_score", "calibration_error", "ter"),
-)
-# Aggregations of metrics, unless they are means or an aggregation has the metric's name.
-_AGGREGATIONS_OF = {
-    "mcc": "matthews_corrcoef",
-    "word_perplexity": "weighted_perplexity",
-    "byte_perplexity": "weighted_perplexity",
-    "bits_per_character": "bits_per_byte",
-    "bits_per_word": "bits_per_byte",
-}
+_PROPERTIES: dict[str, dict[str, Any]] = read_table(__file__, "metrics.toml")
 _METRIC_KEYS = ("metric", "aggregation", "higher_is_better", "hf_evaluate")
 # Metrics of a whole corpus instead of single documents: those of sacrebleu, and diversity.
 _SACREBLEU = ("bleu", "chrf", "chrf++", "ter")
@@ -351,19 +341,6 @@ AGGREGATIONS: dict[str, Callable[[Array], Array]] = {
     "calibration_error": _calibration_error,
     "matthews_corrcoef": _matthews,
 }
-# What an aggregation reads of each document, and what a metric gives: a number, a pair of classes, of confidence and
-# correctness, of a sum and its size, of numbers, or of texts. Others are numbers.
-_KINDS = {
-    **dict.fromkeys(("f1", "mcc", "matthews_corrcoef"), "pairs of classes"),
-    "calibration_error": "pairs of a confidence and a result",
-    **dict.fromkeys(
-        ("weighted_perplexity", "word_perplexity", "byte_perplexity", "multilabel_f1"), "pairs of a sum and a size"
-    ),
-    **dict.fromkeys(("bits_per_byte", "bits_per_character", "bits_per_word"), "pairs of a sum and a size"),
-    **dict.fromkeys(("pearson", "spearman"), "pairs of numbers"),
-    **dict.fromkeys(_SACREBLEU, "pairs of texts"),
-    **dict.fromkeys(text_metrics.DISTINCT, "texts"),
-}
 # Bootstrap samples for metrics of a whole corpus, as many as lm-evaluation-harness takes.
 _CORPUS_DRAWS = 100
 
@@ -403,6 +380,12 @@ def _gives_texts(metric: Options) -> bool:
     return callable(metric["metric"]) or (metric["metric"] in _LABEL_METRICS and callable(metric.get("aggregation")))
 
 
+def _read_kind(name: str) -> str:
+    """Return what a metric gives for each document, or what an aggregation reads."""
+    kind: str = _PROPERTIES.get(name, {}).get("gives", "numbers")
+    return kind
+
+
 def _check_aggregation(task: TaskSettings, metric: Options) -> None:
     """Raise JinguError if the aggregation of a metric does not exist, or reads other values than the metric gives."""
     name = metric["metric"]
@@ -415,13 +398,9 @@ def _check_aggregation(task: TaskSettings, metric: Options) -> None:
     # What a task's own metric gives is known only when it runs.
     if callable(name):
         return
-    result_kind, read = (_KINDS.get(key, "numbers") for key in (name, aggregation))
+    result_kind, read = (_read_kind(key) for key in (name, aggregation))
     if result_kind != read or (aggregation in CORPUS_METRICS and aggregation != name):
-        fits = [
-            key
-            for key in known_names
-            if _KINDS.get(key, "numbers") == result_kind and (key in AGGREGATIONS or key == name)
-        ]
+        fits = [key for key in known_names if _read_kind(key) == result_kind and (key in AGGREGATIONS or key == name)]
         what = f"the aggregation {aggregation} does not fit the metric {name}, which gives {result_kind}."
         raise task.error(what, f"Leave it out, or use {join_words(fits)}.")
 
@@ -536,8 +515,9 @@ def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashabl
 
 def _aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashable] | None) -> MetricResult:
     name = name_of(metric)
-    aggregation = metric.get("aggregation") or _AGGREGATIONS_OF.get(name, name)
-    better = metric.get("higher_is_better", name not in _LOWER_IS_BETTER)
+    properties = _PROPERTIES.get(name, {})
+    aggregation = metric.get("aggregation") or properties.get("aggregation", name)
+    better = metric.get("higher_is_better", not properties.get("lower_is_better"))
     size = len(values)
     signature = ""
     # 1. Functions of all documents are bootstrapped sample by sample.

@@ -14,8 +14,7 @@ from pydantic import AliasChoices, Field
 from pydantic_core import from_json
 
 from jingu.chat.tool_calls import ToolCall, ToolCallParser
-from jingu.infer.request import FinishReason, Request
-from jingu.infer.sampling import SamplingParams
+from jingu.infer.request import FinishReason
 from jingu.serve import protocol
 from jingu.serve.async_engine import RequestHandle
 from jingu.serve.chat_run import ChatAnswer, ChatDelta, ChatRun, start_chat
@@ -257,20 +256,11 @@ async def _submit_texts(
     texts: Sequence[str], model: str, truncate: bool, request: HttpRequest, service: Service
 ) -> RequestHandle:
     """Submit texts to embed. Texts that are too long are truncated if `truncate`, and refused otherwise."""
-    adapter = service.find_adapter(model)
     limit = service.context_length - 1
     prompts = [await service.encode(text, is_truncated=truncate) for text in texts]
-    requests = [
-        Request(
-            prompt[:limit] if truncate else prompt,
-            SamplingParams(),
-            1,
-            adapter=adapter,
-            pooling=service.settings.pooling,
-        )
-        for prompt in prompts
-    ]
-    return await service.submit(request, requests)
+    if truncate:
+        prompts = [prompt[:limit] for prompt in prompts]
+    return await service.submit_pooling(request, prompts, model, service.settings.pooling)
 
 
 def _format_part(part: ChatDelta | ChatAnswer, body: OllamaRequest, service: Service) -> dict[str, Any]:

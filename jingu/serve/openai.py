@@ -19,7 +19,6 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import PlainTextResponse, Response
 
 from jingu.infer.request import Event, FinishReason, Request, Token
-from jingu.infer.sampling import SamplingParams
 from jingu.runtime.device import run_in_thread
 from jingu.serve import protocol
 from jingu.serve.async_engine import Completion, RequestHandle, RequestStats, best_first
@@ -162,10 +161,7 @@ async def embeddings(body: protocol.EmbeddingRequest, request: HttpRequest, serv
     if body.dimensions not in (None, hidden_size):
         raise bad_request(f"`dimensions` can only be the model's hidden size, {hidden_size}", "dimensions")
     prompts = await _encode_prompts(body.input, service, "input", protocol.MAX_TEXTS)
-    adapter = service.find_adapter(body.model)
-    pooling = service.settings.pooling
-    requests = [Request(prompt, SamplingParams(), 1, adapter=adapter, pooling=pooling) for prompt in prompts]
-    handle = await service.submit(request, requests)
+    handle = await service.submit_pooling(request, prompts, body.model, service.settings.pooling)
 
     async def collect() -> Any:
         data: list[dict[str, Any]] = []

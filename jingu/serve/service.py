@@ -15,7 +15,8 @@ from fastapi import Request as HttpRequest
 from jingu.chat.chat_format import ChatFormat
 from jingu.errors import JinguError
 from jingu.infer.inference_model import InferenceModel
-from jingu.infer.request import Request
+from jingu.infer.request import Pooling, Request
+from jingu.infer.sampling import SamplingParams
 from jingu.serve.async_engine import AsyncEngine, RequestHandle
 from jingu.serve.http_errors import ApiError
 from jingu.serve.prometheus import ServerMetrics
@@ -118,6 +119,18 @@ class Service:
             return content.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+    async def submit_pooling(
+        self, http_request: HttpRequest, prompts: Sequence[tuple[int, ...]], model: str, pooling: Pooling
+    ) -> RequestHandle:
+        """Submit prompts whose hidden states are pooled or scored, as `submit` does.
+
+        Args:
+            model: the model name of the HTTP request.
+        """
+        adapter = self.find_adapter(model)
+        requests = [Request(prompt, SamplingParams(), 1, adapter=adapter, pooling=pooling) for prompt in prompts]
+        return await self.submit(http_request, requests)
 
     async def submit(self, http_request: HttpRequest, requests: Sequence[Request]) -> RequestHandle:
         """Submit requests to the engine for an HTTP request, and add them to its log line.

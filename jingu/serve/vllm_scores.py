@@ -11,8 +11,6 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from jingu.infer.request import Request
-from jingu.infer.sampling import SamplingParams
 from jingu.serve import protocol
 from jingu.serve.async_engine import RequestHandle
 from jingu.serve.chat_run import encode_conversation
@@ -81,14 +79,11 @@ async def _submit(
     service: Service,
 ) -> RequestHandle:
     """Submit answers to the engine, each after its own prompt, or all after a single prompt."""
-    adapter = service.find_adapter(body.model)
     if len(prompts) == 1:
         prompts = [*prompts] * len(answers)
-    requests = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids = await _encode(body.model, prompt, answer, service)
-        requests.append(Request(ids, SamplingParams(), 1, adapter=adapter, pooling="score"))
-    return await service.submit(request, requests)
+    pairs = zip(prompts, answers, strict=True)
+    ids = [await _encode(body.model, prompt, answer, service) for prompt, answer in pairs]
+    return await service.submit_pooling(request, ids, body.model, "score")
 
 
 async def _encode(model: str, prompt: Prompt, answer: str, service: Service) -> tuple[int, ...]:
