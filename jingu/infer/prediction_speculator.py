@@ -21,9 +21,8 @@ from jingu.infer.attention_backend import GatherBackend
 from jingu.infer.block_manager import BlockManager
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import BlockTable, PagedKVCache, SequenceChunk, cache_reaches
-from jingu.infer.sampling import sample_rows
 from jingu.infer.sequence import Sequence
-from jingu.infer.speculation import Speculator
+from jingu.infer.speculation import Draft, Speculator, complete_drafts
 from jingu.model.attention import BlockContext
 from jingu.model.decoder import Decoder, cap_logits
 from jingu.model.matmul_kernels import linear
@@ -42,6 +41,7 @@ class _State:
             whose hidden states nobody has, it is above 0.
         num_computed: number of its entries.
         states: hidden states [N, D] of the positions after these that the model has computed.
+        inputs: hidden states [N, D] before the tokens that the layer reads next.
         is_current: whether the model has computed tokens of the sequence in the last step.
     """
 
@@ -49,23 +49,13 @@ class _State:
     first: int
     num_computed: int
     states: Tensor
+    inputs: Tensor
     is_current: bool = True
 
     @property
     def next_position(self) -> int:
         """The position of the first of `states`."""
         return self.first + self.num_computed
-
-
-@dataclass(frozen=True)
-class _Round:
-    """The input of the layer for a sequence: tokens, and the hidden state before each; and the drafts so far."""
-
-    sequence: Sequence
-    chunk: SequenceChunk
-    states: Tensor
-    tokens: list[int]
-    max_tokens: int
 
 
 class PredictionSpeculator(Speculator):
@@ -105,7 +95,7 @@ class PredictionSpeculator(Speculator):
         if state is None or not 0 <= known <= len(state.states):
             if state is not None:
                 self._release(sequence)
-            state = self._states[sequence] = _State(BlockTable([[]]), first, 0, states_ND[:0])
+            state = self._states[sequence] = _State(BlockTable([[]]), first, 0, states_ND[:0], states_ND[:0])
             known = 0
         state.states = torch.cat((state.states[:known], states_ND))
         state.is_current = True
@@ -114,38 +104,17 @@ class PredictionSpeculator(Speculator):
         """Return draft tokens; see `Speculator`. The state of sequences that the last step left out is dropped."""
         for sequence in [sequence for sequence, state in self._states.items() if not state.is_current]:
             self._release(sequence)
-        rounds = []
+        drafts = []
         budget = self._chunk_size
         for sequence in list(self._states):
-            entry = self._catch_up(sequence, max_tokens.get(sequence, 0), budget)
-            if entry is not None:
-                budget -= len(entry.chunk.ids) - 1
-                rounds.append(entry)
-        proposals: dict[Sequence, list[int]] = {}
-        while rounds:
-            # Each round computes one forward pass, and adds one token to every unfinished draft.
-            rounds.sort(key=lambda entry: len(entry.chunk.ids) > 1)
-            last_ND = self._compute(rounds)
-            drafting = [number for number, entry in enumerate(rounds) if entry.max_tokens]
-            logits_NV = self._logits(last_ND[drafting]) if drafting else last_ND
-            rows = [rounds[number].sequence.sampling_row(rounds[number].tokens) for number in drafting]
-            further = []
-            for number, token in zip(drafting, sample_rows(logits_NV, rows) if rows else (), strict=True):
-                entry = rounds[number]
-                if not token.is_finite:
-                    continue
-                entry.tokens.append(token.token_id)
-                proposals[entry.sequence] = entry.tokens
-                if len(entry.tokens) < entry.max_tokens:
-                    end = entry.chunk.first + len(entry.chunk.ids)
-                    chunk = SequenceChunk(entry.chunk.table, end, [token.token_id])
-                    states_1D = last_ND[number : number + 1]
-                    further.append(_Round(entry.sequence, chunk, states_1D, entry.tokens, entry.max_tokens))
-            rounds = further
-        return proposals
+            draft = self._catch_up(sequence, max_tokens.get(sequence, 0), budget)
+            if draft is not None:
+                budget -= len(draft.chunk.ids) - 1
+                drafts.append(draft)
+        return complete_drafts(drafts, self._compute)
 
-    def _catch_up(self, sequence: Sequence, max_tokens: int, budget: int) -> _Round | None:
-        """Return the tokens whose predecessors the model has computed, as the first round; None if there are none."""
+    def _catch_up(self, sequence: Sequence, max_tokens: int, budget: int) -> Draft | None:
+        """Return the tokens whose predecessors the model has computed, as a draft; None if there are none."""
         state = self._states[sequence]
         state.is_current = False
         # The states behind the last token belong to draft tokens that were rejected.
@@ -164,21 +133,22 @@ class PredictionSpeculator(Speculator):
         self._pool.release_behind(table, state.num_computed)
         table += [self._pool.allocate() for _ in range(num_new)]
         ids = sequence.token_ids[begin + 1 : begin + 1 + count]
-        entry = _Round(
-            sequence, SequenceChunk(state.table, state.num_computed, ids), state.states[:count], [], max_tokens
-        )
+        draft = Draft(sequence, SequenceChunk(state.table, state.num_computed, ids), max_tokens)
         state.num_computed = end
-        state.states = state.states[count:]
-        return entry
+        state.inputs, state.states = state.states[:count], state.states[count:]
+        return draft
 
-    def _compute(self, rounds: abc.Sequence[_Round]) -> Tensor:
-        """Run the layer; return its hidden states after each chunk [N, D]."""
+    def _compute(self, drafts: list[Draft], unfinished: list[int]) -> Tensor:
+        """Run the layer; return the logits after unfinished drafts [N, V]."""
         cache, model = self._cache, self._model
-        tokens_BT, positions_BT, starts = cache.plan([entry.chunk for entry in rounds], None)
-        states_TD = rounds[0].states.new_zeros(tokens_BT.shape[1], rounds[0].states.shape[1])
-        for entry, start in zip(rounds, starts, strict=True):
-            states_TD[start : start + len(entry.chunk.ids)] = entry.states
-        last_rows = [start + len(entry.chunk.ids) - 1 for entry, start in zip(rounds, starts, strict=True)]
+        tokens_BT, positions_BT, starts = cache.plan([draft.chunk for draft in drafts], None)
+        states = [self._states[draft.sequence] for draft in drafts]
+        states_TD = states[0].inputs.new_zeros(tokens_BT.shape[1], states[0].inputs.shape[1])
+        last_rows = []
+        for state, start in zip(states, starts, strict=True):
+            end = start + len(state.inputs)
+            states_TD[start:end] = state.inputs
+            last_rows.append(end - 1)
         with torch.inference_mode():
             assert model.embedding is not None
             embedded_BTD = model.embed_tokens(model.embedding, tokens_BT)
@@ -190,7 +160,10 @@ class PredictionSpeculator(Speculator):
             )
             cache.begin(None)
             states_BTD = self._layer(states_TD.unsqueeze(0), embedded_BTD, context, cache.layer(0))
-            return states_BTD[0, last_rows]
+            last_ND = states_BTD[0, last_rows]
+        for number, state in enumerate(states):
+            state.inputs = last_ND[number : number + 1]
+        return self._logits(last_ND[unfinished]) if unfinished else last_ND
 
     def _logits(self, states_ND: Tensor) -> Tensor:
         """Return the logits [N, V] of hidden states."""

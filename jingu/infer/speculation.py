@@ -10,7 +10,7 @@ Shapes: N rows of logits, V vocabulary.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -64,20 +64,47 @@ class _DraftState:
 
 
 @dataclass(frozen=True)
-class _Draft:
+class Draft:
     """A proposal in progress for one sequence.
 
     Attributes:
-        chunk: the tokens that the draft model reads next.
+        chunk: the tokens that the drafting model reads next.
+        max_tokens: draft tokens to propose; 0 if the chunk ends before the sequence's last token.
         tokens: the draft tokens so far.
-        complete: whether the chunk ends with the sequence's last token; else the draft model is still in prefill.
     """
 
     sequence: Sequence
     chunk: SequenceChunk
-    tokens: list[int]
     max_tokens: int
-    complete: bool = True
+    tokens: list[int] = field(default_factory=list)
+
+
+def complete_drafts(
+    drafts: list[Draft], compute: abc.Callable[[list[Draft], list[int]], Tensor]
+) -> dict[Sequence, list[int]]:
+    """Return the draft tokens of sequences. Each round adds one token to every unfinished draft.
+
+    Args:
+        compute: runs one forward pass for drafts; returns the logits [N, V] after the chunks of the numbered ones.
+    """
+    proposals: dict[Sequence, list[int]] = {}
+    while drafts:
+        drafts.sort(key=lambda draft: len(draft.chunk.ids) > 1)
+        unfinished = [number for number, draft in enumerate(drafts) if draft.max_tokens]
+        logits_NV = compute(drafts, unfinished)
+        drafts = [drafts[number] for number in unfinished]
+        rows = [draft.sequence.sampling_row(draft.tokens) for draft in drafts]
+        further = []
+        for draft, token in zip(drafts, sample_rows(logits_NV, rows) if rows else (), strict=True):
+            if not token.is_finite:
+                continue
+            draft.tokens.append(token.token_id)
+            proposals[draft.sequence] = draft.tokens
+            if len(draft.tokens) < draft.max_tokens:
+                end = draft.chunk.first + len(draft.chunk.ids)
+                further.append(replace(draft, chunk=SequenceChunk(draft.chunk.table, end, [token.token_id])))
+        drafts = further
+    return proposals
 
 
 class DraftModelSpeculator(Speculator):
@@ -106,9 +133,9 @@ class DraftModelSpeculator(Speculator):
 
     def propose(self, max_tokens: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         """Return draft tokens; see `Speculator`. The state of all other sequences is dropped."""
-        # 1. Let the draft model read the new tokens of each sequence, within the budget for prompts.
         for sequence in [sequence for sequence in self._states if sequence not in max_tokens]:
             self._release(sequence)
+        # The draft model reads the new tokens of each sequence, within the budget for prompts.
         drafts = []
         budget = self._prefill_chunk_size
         for sequence, count in max_tokens.items():
@@ -116,28 +143,13 @@ class DraftModelSpeculator(Speculator):
             if draft is not None:
                 budget -= len(draft.chunk.ids) - 1
                 drafts.append(draft)
-        # 2. Each round computes one forward pass, and adds one token to every unfinished draft.
-        proposals = {}
-        while drafts:
-            drafts.sort(key=lambda draft: len(draft.chunk.ids) > 1)
-            active_drafts = []
-            rows = [draft.sequence.sampling_row(draft.tokens) for draft in drafts]
-            sampled_tokens = sample_rows(self._logits([draft.chunk for draft in drafts]), rows)
-            for draft, token in zip(drafts, sampled_tokens, strict=True):
-                token_id = token.token_id
-                if not draft.complete or not token.is_finite:
-                    continue
-                draft.tokens.append(token_id)
-                proposals[draft.sequence] = draft.tokens
-                if len(draft.tokens) < draft.max_tokens:
-                    end = draft.chunk.first + len(draft.chunk.ids)
-                    chunk = SequenceChunk(draft.chunk.table, end, [token_id])
-                    self._states[draft.sequence].proposed.append(token_id)
-                    active_drafts.append(_Draft(draft.sequence, chunk, draft.tokens, draft.max_tokens))
-            drafts = active_drafts
+        proposals = complete_drafts(drafts, self._compute)
+        for sequence, tokens in proposals.items():
+            # The draft model has read all but the last one.
+            self._states[sequence].proposed = tokens[:-1]
         return proposals
 
-    def _catch_up(self, sequence: Sequence, max_tokens: int, budget: int) -> _Draft | None:
+    def _catch_up(self, sequence: Sequence, max_tokens: int, budget: int) -> Draft | None:
         """Return the tokens that the draft model has not read yet, as a draft; None if it has no room for them."""
         # 1. Find the new tokens.
         state = self._states.setdefault(sequence, _DraftState(BlockTable([[] for _ in self._pools])))
@@ -172,13 +184,13 @@ class DraftModelSpeculator(Speculator):
             table += [pool.allocate() for _ in range(num_new)]
         chunk = SequenceChunk(state.table, state.num_computed, ids)
         state.num_computed = end
-        complete = num_accepted + len(ids) == len(new_ids)
-        return _Draft(sequence, chunk, [], max_tokens, complete)
+        is_complete = num_accepted + len(ids) == len(new_ids)
+        return Draft(sequence, chunk, max_tokens if is_complete else 0)
 
-    def _logits(self, chunks: list[SequenceChunk]) -> Tensor:
-        """Return the logits after each chunk [N, V], -inf for tokens that only the target model has."""
-        tokens_BT, positions_BT, starts = self._runner.cache.plan(chunks, None)
-        rows = [start + len(chunk.ids) - 1 for start, chunk in zip(starts, chunks, strict=True)]
+    def _compute(self, drafts: list[Draft], unfinished: list[int]) -> Tensor:
+        """Return the logits after unfinished drafts [N, V], -inf for tokens that only the target model has."""
+        tokens_BT, positions_BT, starts = self._runner.cache.plan([draft.chunk for draft in drafts], None)
+        rows = [starts[number] + len(drafts[number].chunk.ids) - 1 for number in unfinished]
         logits_NV = self._runner.compute(tokens_BT, positions_BT, rows)[0].cpu()
         return F.pad(logits_NV, (0, self._target_vocab_size - logits_NV.shape[1]), value=-torch.inf)
 
