@@ -14,6 +14,7 @@ from jingu.config.sections.data import DataSettings
 from jingu.errors import JinguError
 from jingu.runtime.files import read_error
 from jingu.runtime.log import log_warning
+from jingu.tables import read_table
 from jingu.text.corpus_file import CorpusFile, import_optional, is_misnamed, read_errors
 
 # Kinds of files whose documents are located by row number instead of byte.
@@ -104,25 +105,8 @@ def read_documents(spans: Iterable[Span], settings: DataSettings, counts: ReadCo
             log_warning(f"{span.file.path} {state}; only what comes before the damage is read.")
 
 
-# What decoders say, in lower case, of files that are not damaged; what is wrong with those; and what to do.
-_DECODER_ERRORS = (
-    (
-        ("too much memory", "memory usage limit", "not enough memory"),
-        "decompressing it takes more memory than there is, or than is allowed ({error}).",
-        "Compress it again with a smaller window",
-    ),
-    (
-        ("dictionary mismatch", "dictionary is needed"),
-        "it was compressed with a dictionary, which is missing ({error}).",
-        "Compress it again without one",
-    ),
-    (("encrypted",), "it is encrypted ({error}).", "Decrypt it"),
-    (
-        ("codec", "not built", "not implemented", "unsupported integrity check"),
-        "the installed packages cannot read a feature of it ({error}).",
-        "Update them, or write the file in another form",
-    ),
-)
+# Plain explanations of what decoders say of files that are not damaged.
+_DECODER_ERRORS: list[dict[str, Any]] = read_table(__file__, "decoder_errors.toml")["errors"]
 
 
 def corpus_file_error(file: CorpusFile, error: Exception, alternative: str = "") -> JinguError:
@@ -137,9 +121,9 @@ def corpus_file_error(file: CorpusFile, error: Exception, alternative: str = "")
     if is_misnamed(file):
         what = f"its content is not of the format that its suffix names ({text})."
         return JinguError(what, where=file.path, fix="Rename it, or write it again in this format.")
-    for messages, what, fix in _DECODER_ERRORS:
-        if any(message in text.lower() for message in messages):
-            return JinguError(what.format(error=text), where=file.path, fix=f"{fix}.")
+    for entry in _DECODER_ERRORS:
+        if any(message in text.lower() for message in entry["messages"]):
+            return JinguError(entry["what"].format(error=text), where=file.path, fix=entry["fix"])
     what = f"the file is damaged, or was truncated while it was written or copied ({text})."
     return JinguError(what, where=file.path, fix=f"Download or copy it again{alternative}.")
 
