@@ -138,8 +138,8 @@ class PredictionSpeculator(Speculator):
         state.inputs, state.states = state.states[:count], state.states[count:]
         return draft
 
-    def _compute(self, drafts: list[Draft], unfinished: list[int]) -> Tensor:
-        """Run the layer; return the logits after unfinished drafts [N, V]."""
+    def _compute(self, drafts: list[Draft], numbers: list[int]) -> Tensor:
+        """Run the layer; return the logits [N, V] after the drafts with these numbers."""
         cache, model = self._cache, self._model
         tokens_BT, positions_BT, starts = cache.plan([draft.chunk for draft in drafts], None)
         states = [self._states[draft.sequence] for draft in drafts]
@@ -163,7 +163,7 @@ class PredictionSpeculator(Speculator):
             last_ND = states_BTD[0, last_rows]
         for number, state in enumerate(states):
             state.inputs = last_ND[number : number + 1]
-        return self._logits(last_ND[unfinished]) if unfinished else last_ND
+        return self._logits(last_ND[numbers]) if numbers else last_ND
 
     def _logits(self, states_ND: Tensor) -> Tensor:
         """Return the logits [N, V] of hidden states."""

@@ -90,9 +90,9 @@ def complete_drafts(
     proposals: dict[Sequence, list[int]] = {}
     while drafts:
         drafts.sort(key=lambda draft: len(draft.chunk.ids) > 1)
-        unfinished = [number for number, draft in enumerate(drafts) if draft.max_tokens]
-        logits_NV = compute(drafts, unfinished)
-        drafts = [drafts[number] for number in unfinished]
+        numbers = [number for number, draft in enumerate(drafts) if draft.max_tokens]
+        logits_NV = compute(drafts, numbers)
+        drafts = [drafts[number] for number in numbers]
         rows = [draft.sequence.sampling_row(draft.tokens) for draft in drafts]
         further = []
         for draft, token in zip(drafts, sample_rows(logits_NV, rows) if rows else (), strict=True):
@@ -187,10 +187,10 @@ class DraftModelSpeculator(Speculator):
         is_complete = num_accepted + len(ids) == len(new_ids)
         return Draft(sequence, chunk, max_tokens if is_complete else 0)
 
-    def _compute(self, drafts: list[Draft], unfinished: list[int]) -> Tensor:
-        """Return the logits after unfinished drafts [N, V], -inf for tokens that only the target model has."""
+    def _compute(self, drafts: list[Draft], numbers: list[int]) -> Tensor:
+        """Return the logits [N, V] after the drafts with these numbers: -inf for tokens that the target alone has."""
         tokens_BT, positions_BT, starts = self._runner.cache.plan([draft.chunk for draft in drafts], None)
-        rows = [starts[number] + len(drafts[number].chunk.ids) - 1 for number in unfinished]
+        rows = [starts[number] + len(drafts[number].chunk.ids) - 1 for number in numbers]
         logits_NV = self._runner.compute(tokens_BT, positions_BT, rows)[0].cpu()
         return F.pad(logits_NV, (0, self._target_vocab_size - logits_NV.shape[1]), value=-torch.inf)
 

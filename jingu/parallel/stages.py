@@ -84,8 +84,7 @@ def split_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> lis
     if len(parts) != stages or sum(parts) != layers:
         raise JinguError(
             f"parallel.layers_per_stage has {pluralize(len(parts), 'number')} with the sum {sum(parts)}, for {stages} "
-            f"stages and "
-            f"{pluralize(layers, 'block')}.",
+            f"stages and {pluralize(layers, 'block')}.",
             where="parallel.layers_per_stage",
             fix=f"Give {stages} numbers that add up to {layers}, such as {even}, or null.",
         )

@@ -26,13 +26,11 @@ def _listen(lines: SimpleQueue[str]) -> None:
     os._exit(0)
 
 
-def answer_requests(
-    requests: Iterable[Any], answer: Callable[[Any], dict[str, Any]], explained: type[Exception]
-) -> None:
+def answer_requests(requests: Iterable[Any], answer: Callable[[Any], dict[str, Any]], brief: type[Exception]) -> None:
     """Write the answer to each request as a line of JSON. The answer to one that fails is {"error": ...}.
 
     Args:
-        explained: errors whose text is enough; others show their traceback.
+        brief: errors whose text is enough; others show their traceback.
     """
     # Redirect standard output to standard error, so that nothing a library prints gets between the replies.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -40,7 +38,7 @@ def answer_requests(
     for request in requests:
         try:
             reply = answer(request)
-        except explained as error:
+        except brief as error:
             reply = {"error": str(error).removesuffix(".")}
         except Exception as error:
             traceback.print_exc()
