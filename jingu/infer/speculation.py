@@ -56,11 +56,11 @@ def _look_up(ids: list[int], count: int) -> list[int]:
 
 @dataclass(eq=False)
 class _DraftState:
-    """State of a sequence in the draft model's cache: `num_computed` of its tokens, then the tokens of `proposed`."""
+    """State of a sequence in the draft model's cache: `num_computed` of its tokens, then the tokens of `draft_ids`."""
 
     table: BlockTable
     num_computed: int = 0
-    proposed: list[int] = field(default_factory=list)
+    draft_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class DraftModelSpeculator(Speculator):
         proposals = complete_drafts(drafts, self._compute)
         for sequence, tokens in proposals.items():
             # The draft model has read all but the last one.
-            self._states[sequence].proposed = tokens[:-1]
+            self._states[sequence].draft_ids = tokens[:-1]
         return proposals
 
     def _catch_up(self, sequence: Sequence, max_tokens: int, budget: int) -> Draft | None:
@@ -158,17 +158,17 @@ class DraftModelSpeculator(Speculator):
         if state.num_computed > last:
             # The sequence was preempted before it took a token.
             state.num_computed = last
-            state.proposed = []
+            state.draft_ids = []
         # 2. Keep the keys and values of accepted draft tokens. The last token is read again for its logits.
         new_ids = sequence.token_ids[num_virtual + state.num_computed :]
         num_accepted = 0
         while (
-            num_accepted < min(len(new_ids) - 1, len(state.proposed))
-            and new_ids[num_accepted] == state.proposed[num_accepted]
+            num_accepted < min(len(new_ids) - 1, len(state.draft_ids))
+            and new_ids[num_accepted] == state.draft_ids[num_accepted]
         ):
             num_accepted += 1
         state.num_computed += num_accepted
-        state.proposed = []
+        state.draft_ids = []
         # 3. Allocate blocks for the chunk and the draft tokens, if context, vocabulary and cache have room.
         ids = new_ids[num_accepted : num_accepted + budget + 1]
         end = state.num_computed + len(ids)
