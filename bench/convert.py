@@ -1,8 +1,10 @@
-"""Import and export compared with `cp` of the same files: a Hugging Face folder of random weights, half a gigabyte.
+"""Import and export compared with `cp` of the same files: a Hugging Face folder of random weights, half a gigabyte, and
+a run that started from it.
 
 Both sides end with the data on disk: jingu syncs the folder before it renames it, so `cp` is followed by `sync` of its
 files. The sides alternate, with the source in the page cache. The table shows the best round of each side, because
-other users of the disk can only slow a round down.
+other users of the disk can only slow a round down. Memory is the growth of anonymous memory during a call, relative to
+the largest tensor in fp32, in the last round.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from bench.children import run_jingu
+from bench.packed_forms import peak_memory
 
 ROUNDS = 7
 
@@ -47,6 +52,33 @@ def build_source(folder: Path, width: int = 1024, dtype: str = "fp32") -> Path:
     return folder / "from"
 
 
+# A run of one step on little text, from the weights of the folder.
+RUN = """
+name: convert
+tokenizer: {path: tokenizer, vocab_size: 257}
+data: {input: text, path: data}
+model: {family: llama, hidden_size: 1024, num_heads: 16, num_layers: 8, vocab_size: 16000, tie_word_embeddings: false}
+initialize: {from: from}
+batch: {sequence_length: 16, global_batch_size: 1, micro_batch_size: 1}
+optimizer: {type: sgd, lr: 0.001, momentum: 0.0}
+train: {steps: 1, compile: false}
+precision: {type: fp32}
+device: {type: cpu}
+evaluation: {every: 0}
+"""
+LARGEST = 16000 * 1024 * 4
+
+
+def train_run(folder: Path) -> Path:
+    """Train a run from the folder that `build_source` has written, for one step, and return it."""
+    (folder / "text").mkdir()
+    (folder / "text" / "words.txt").write_text("some text " * 500, encoding="utf-8")
+    (folder / "run.yaml").write_text(RUN, encoding="utf-8")
+    run_jingu(folder, "data", "build", "run.yaml")
+    run_jingu(folder, "train", "run.yaml")
+    return folder / "runs" / "convert"
+
+
 def time_call(work: Callable[[], object], to: Path) -> float:
     """Return the wall time of a call that writes the folder `to`, and delete the folder."""
     started = time.perf_counter()
@@ -62,6 +94,7 @@ def run(rounds: int = ROUNDS) -> str:
 
     with tempfile.TemporaryDirectory() as name:
         source = build_source(Path(name))
+        trained_run = train_run(Path(name))
         to = Path(name) / "to"
         subprocess.run(["sync"], check=True)
 
@@ -72,9 +105,9 @@ def run(rounds: int = ROUNDS) -> str:
             copy()
             subprocess.run(["sync", *map(str, to.iterdir())], check=True)
 
-        def jingu(dtype: str, check: bool = False) -> None:
+        def jingu(dtype: str, check: bool = False, model: Path = source) -> None:
             with contextlib.redirect_stdout(io.StringIO()):
-                convert(source, to, dtype, check)
+                convert(model, to, dtype, check)
 
         # Rates are relative to the first side.
         sides: dict[str, Callable[[], None]] = {
@@ -83,16 +116,28 @@ def run(rounds: int = ROUNDS) -> str:
             "`jingu import`, dtype as stored": lambda: jingu("auto"),
             "`jingu import --check`": lambda: jingu("auto", True),
             "`jingu import --dtype bf16`": lambda: jingu("bf16"),
+            "`jingu export` of a run": lambda: jingu("auto", model=trained_run),
+            "`jingu export --dtype bf16`": lambda: jingu("bf16", model=trained_run),
         }
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(rounds):
             for side, work in sides.items():
                 seconds[side].append(time_call(work, to))
+        memory = dict.fromkeys(sides, "")
+        for side, work in sides.items():
+            if "jingu" in side:
+                memory[side] = f"{peak_memory(work) / LARGEST:.2f}"
+                shutil.rmtree(to)
         size = sum(file.stat().st_size for file in source.iterdir()) / 1e6
     best = {side: min(values) for side, values in seconds.items()}
     reference = next(iter(best.values()))
-    rows = [f"| {side} | {value:.2f} | {size / value:.0f} | {reference / value:.2f} |" for side, value in best.items()]
-    return "\n".join(["| | seconds (best) | MB/s of the source | relative speed |", "|---|---|---|---|", *rows])
+    rows = [
+        f"| {side} | {value:.2f} | {size / value:.0f} | {reference / value:.2f} | {memory[side]} |"
+        for side, value in best.items()
+    ]
+    return "\n".join(
+        ["| | seconds (best) | MB/s of the source | relative speed | memory |", "|---|---|---|---|---|", *rows]
+    )
 
 
 if __name__ == "__main__":

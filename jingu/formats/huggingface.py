@@ -29,6 +29,7 @@ from jingu.formats.stored_names import (
 )
 from jingu.formats.unread import unread_architecture
 from jingu.model.families import FAMILIES, Family, map_tensors
+from jingu.model.families.common_keys import check_common_keys
 from jingu.model.families.name_map import IDENTITY, TABLES, TRANSPOSE, TensorMapping, read_parameter
 from jingu.model.quantized_weight import StoredWeight
 from jingu.model.spec import ModelSpec
@@ -289,7 +290,9 @@ def _read_spec(config: Mapping[str, Any], config_file: Path) -> tuple[Family, Mo
     if isinstance(quantization, Mapping):
         check_method(quantization, config_file)
     try:
-        return family, family.spec_from_hf(config)
+        spec = family.spec_from_hf(config)
+        check_common_keys(config, spec)
+        return family, spec
     except JinguError as error:
         raise JinguError(error.what, where=f"{config_file}", fix=error.fix) from error
 

@@ -6,6 +6,7 @@ Face's files one matrix holds q, k and v, and another one gate and up.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from jingu.model.families.family import (
@@ -81,7 +82,8 @@ CHATGLM3 = Family(
 
 def _read_rope(config: HFConfig) -> SpecValues:
     rope = {"partial_rotary_factor": 0.5, **config, **(config.get("rope_parameters") or {})}
-    if rope.get("rope_scaling") or rope.get("rope_type", "default") != "default":
+    nested = [name for name, value in (config.get("rope_parameters") or {}).items() if isinstance(value, Mapping)]
+    if nested or rope.get("rope_scaling") or rope.get("rope_type", "default") != "default":
         raise unsupported_option("rope_parameters", config.get("rope_parameters"), "scaling is not supported")
     return {
         "position.theta": rope.get("rope_theta") or _THETA,

@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jingu.model.families.family import HFConfig, SpecValues, parse_activation
+from jingu.model.families.family import HFConfig, SpecValues, parse_activation, unsupported_option
 from jingu.model.feed_forward_specs import Experts, GatedFeedForward
 from jingu.model.spec import ModelSpec
+
+
+def check_layers(key: str, config: HFConfig) -> list[int]:
+    """Return the layers that a list of a config names. Raises ValueError if the model has no such layers."""
+    numbers = config.get(key) or []
+    count = config["num_hidden_layers"]
+    beyond = [number for number in numbers if number not in range(count)]
+    if beyond:
+        raise ValueError(f"{key} names layer {beyond[0]}, and num_hidden_layers is {count}")
+    return list(numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +62,7 @@ class DenseLayers:
             return [name == "dense" for name in types]
         if self.by == "steps":
             step = config.get("decoder_sparse_step") or 1
-            only = config.get("mlp_only_layers") or []
+            only = check_layers("mlp_only_layers", config)
             return [layer in only or (layer + 1) % step != 0 for layer in layers]
         if self.by == "range":
             start = config.get("moe_layer_start_index", 1)
@@ -62,9 +72,11 @@ class DenseLayers:
             return [(layer + 1) % interval != 0 or not start <= layer <= last for layer in layers]
         if self.by == "list":
             step = config.get("interleave_moe_layer_step") or 1
-            sparse = config.get("moe_layers") or list(range(step - 1, len(layers), step))
+            sparse = check_layers("moe_layers", config) or list(range(step - 1, len(layers), step))
             return [layer not in sparse for layer in layers]
         number = config.get(self.first)
+        if number is not None and (not isinstance(number, int) or number < 0):
+            raise unsupported_option(self.first, number, "expected a number of layers")
         return [layer < (self.default if number is None else number) for layer in layers]
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:

@@ -100,11 +100,13 @@ class LayerOptions:
     def read_kinds(self, config: HFConfig) -> list[str]:
         """Return the name of the kind of each layer."""
         size = config.get(self.window_key, self.default_window)
-        types = self._read_types(config)
+        types = self.read_types(config)
         if size is not None and (self.window == "uniform" or (self.all_local and "layer_types" not in config)):
             types = [_WINDOW] * len(types)
         if self.no_rope_interval is not None:
             every = config.get("no_rope_layer_interval") or self.no_rope_interval
+            if config.get("no_rope_layer_interval") == 0:
+                raise unsupported_option("no_rope_layer_interval", 0, "expected a number of layers")
             flags = config.get("no_rope_layers") or [int((n + 1) % every != 0) for n in range(len(types))]
             if len(flags) != len(types):
                 raise ValueError(f"no_rope_layers names {len(flags)} layers, and num_hidden_layers is {len(types)}")
@@ -117,7 +119,7 @@ class LayerOptions:
             types = [name + (_DENSE if is_dense else "") for name, is_dense in zip(types, dense, strict=True)]
         return types
 
-    def _read_types(self, config: HFConfig) -> list[str]:
+    def read_types(self, config: HFConfig) -> list[str]:
         """Return the type of each layer. Raises JinguError for types of layers that the family does not have."""
         number = config["num_hidden_layers"]
         types = config.get("layer_types") if self.mixers is None else self.mixers.read_types(config)
@@ -128,7 +130,10 @@ class LayerOptions:
             flags = flags or [int((n + 1) % every != 0) for n in range(number)]
             types = [_CHUNK if flag else _FULL for flag in flags]
         if types is None:
-            period = config.get(self.pattern_key) or (self.pattern if self.window == "by_type" else 1)
+            period = config.get(self.pattern_key)
+            period = (self.pattern if self.window == "by_type" else 1) if period is None else period
+            if not isinstance(period, int) or period < 1:
+                raise unsupported_option(self.pattern_key, period, "expected a number of layers")
             types = [self.local if period > 1 and (layer + 1) % period else _FULL for layer in range(number)]
             types[:1] = [_FULL] if self.first_is_full else types[:1]
             types[-1:] = [_FULL] if self.last_is_full else types[-1:]
@@ -306,6 +311,12 @@ def _read_positions(
     by_type = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
     if by_type and not options.nested_rope:
         raise unsupported_option("rope_parameters", by_type, "expected the same for all layers")
+    if by_type:
+        needed_types = {name for name in options.read_types(config) if name in (options.local, _FULL)}
+        inner = any(isinstance(value, Mapping) for each in by_type.values() for value in each.values())
+        if inner or not needed_types <= by_type.keys() <= {options.local, _FULL} or by_type.keys() != rope.keys():
+            expected = " and ".join(sorted(needed_types))
+            raise unsupported_option("rope_parameters", rope, f"expected an object for each of {expected}, and no more")
     if not by_type:
         # Files before release 5: scaling is for layers without a window.
         theta = config.get("rope_local_base_freq") or options.local_theta or config.get("rope_theta")

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, field_value
+from jingu.model.families.dense_layers import check_layers
+from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, field_value, unsupported_option
 from jingu.model.mixer_specs import StateSpace
 from jingu.model.spec import ModelSpec
 
@@ -68,11 +69,13 @@ class MixerLayers:
         if self.letters is not None and config.get(self.letters) is not None:
             return [_LETTERS[letter] for letter in config[self.letters]]
         if self.full is not None:
-            full = config.get(self.full)
-            if full is None:
+            full = check_layers(self.full, config)
+            if config.get(self.full) is None:
                 return [self.type_without_list for _ in layers]
             return [_FULL if layer in full else self.layer_type for layer in layers]
-        period = config.get(self.interval or "") or self.default_interval
+        period = config.get(self.interval or "", self.default_interval)
+        if not isinstance(period, int) or (period < 1 and self.interval in config):
+            raise unsupported_option(str(self.interval), period, "expected a number of layers")
         return [_FULL if period and (layer + 1) % period == 0 else self.layer_type for layer in layers]
 
     def write_types(self, types: list[str]) -> dict[str, Any]:

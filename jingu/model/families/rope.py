@@ -30,6 +30,8 @@ def _read(config: HFConfig) -> SpecValues:
     if nested:
         detail = "expected the same for all layers"
         raise unsupported_option("rope_parameters", {name: rope[name] for name in nested}, detail)
+    if rope.get("llama_4_scaling_beta"):
+        raise unsupported_option("llama_4_scaling_beta", rope["llama_4_scaling_beta"], "expected none")
     position, context = read_rope(rope, config)
     if position.partial_rotary_factor != 1.0:
         raise unsupported_option("partial_rotary_factor", position.partial_rotary_factor, "expected 1.0")
