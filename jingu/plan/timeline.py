@@ -6,13 +6,14 @@ durations of `jingu/plan/step_time.py:stage_time`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
 
 from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, rank_of_stage, stages_per_rank
 from jingu.plan.machine import Machine
-from jingu.plan.step_time import boundary_seconds, stage_time
+from jingu.plan.step_time import StageTime, boundary_seconds, stage_time
 from jingu.plan.workload import Workload
 
 Kind = Literal["forward", "backward", "weights"]
@@ -59,20 +60,37 @@ class Timeline:
 
 def simulate_pipeline(work: Workload, machine: Machine) -> Timeline:
     """Return the timeline of a step, of at most two micro-batches for each rank of the pipeline."""
-    ranks, chunks = work.sizes.pipeline, stages_per_rank(work.parallel)
+    ranks = work.sizes.pipeline
     batches = min(work.accumulation, 2 * ranks)
     times = [stage_time(work, stage, machine) for stage in work.rank_stages]
-    is_divided = work.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES
-    durations: list[dict[Kind, float]] = []
-    for time in times:
-        # The gradients of inputs and of weights take half of the backward pass each.
-        backward = time.backward / chunks / (2 if is_divided else 1)
-        durations.append({"forward": time.forward / chunks, "backward": backward, "weights": backward})
-    passes = _run_steps(work, rank_orders(work, batches), durations, boundary_seconds(work, machine))
+    passes = _run_steps(
+        work, rank_orders(work, batches), _durations(work, times, machine), boundary_seconds(work, machine)
+    )
     # Each further micro-batch extends the step by the time of the slowest rank, which is always busy by then.
     busy = [time.forward + time.backward for time in times]
     step = max(rank_passes[-1].end for rank_passes in passes) + (work.accumulation - batches) * max(busy)
     return Timeline(passes, batches, [1 - work.accumulation * seconds / step for seconds in busy])
+
+
+def _durations(work: Workload, times: Sequence[StageTime], machine: Machine) -> list[dict[Kind, float]]:
+    """Return the seconds of each kind of pass of a micro-batch through each stage.
+
+    Args:
+        times: those of all stages of each rank.
+    """
+    singles = [(stage.rank, stage_time(work, stage, machine)) for stage in work.single_stages]
+    sums = [[0.0, 0.0] for _ in times]
+    for rank, time in singles:
+        sums[rank][0] += time.forward
+        sums[rank][1] += time.backward
+    # The gradients of inputs and of weights take half of the backward pass each.
+    parts = 2 if work.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES else 1
+    durations: list[dict[Kind, float]] = []
+    for rank, time in singles:
+        forward = times[rank].forward * time.forward / sums[rank][0]
+        backward = times[rank].backward * time.backward / sums[rank][1] / parts
+        durations.append({"forward": forward, "backward": backward, "weights": backward})
+    return durations
 
 
 def rank_orders(work: Workload, batches: int) -> list[list[Step]]:
@@ -128,6 +146,7 @@ def _run_steps(
     """Simulate the passes of each rank: a pass starts when its rank is free and its input has arrived.
 
     Args:
+        durations: seconds of the passes of each stage.
         travel: seconds to send hidden states to the next rank.
     """
     last = work.sizes.pipeline * stages_per_rank(work.parallel) - 1
@@ -145,7 +164,7 @@ def _run_steps(
                 if source is not None:
                     is_near = rank_of_stage(work.parallel, len(orders), source[1]) == rank
                     start = max(start, ends[source] + travel * (not is_near))
-                end = start + durations[rank][kind]
+                end = start + durations[stage][kind]
                 ends[kind, stage, batch] = end
                 rank_passes.append(Pass(kind, stage, batch, start, end))
     return passes

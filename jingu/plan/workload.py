@@ -23,7 +23,7 @@ from jingu.model.sharding_table import ShardedDim, divided_dims, sharded_dims
 from jingu.model.spec import ModelSpec
 from jingu.model.trainable import is_trained
 from jingu.parallel.mesh import AxisSizes
-from jingu.parallel.stages import rank_of_stage, split_blocks
+from jingu.parallel.stages import rank_of_stage, split_blocks, stages_per_rank
 from jingu.plan.software import Software
 
 # One object for all workloads: hashes and caches compare these by identity.
@@ -170,6 +170,14 @@ class Workload:
         )
         return _rank_stages(self.model, self.sizes.pipeline, key)
 
+    @property
+    def single_stages(self) -> tuple[Stage, ...]:
+        """The stages of the pipeline in order, of which a rank may have several."""
+        count = self.sizes.pipeline * (stages_per_rank(self.parallel) if self.sizes.pipeline > 1 else 1)
+        ranges = split_blocks(self.parallel, self.sizes.pipeline, self.spec)
+        owners = (rank_of_stage(self.parallel, self.sizes.pipeline, number) for number in range(count))
+        return tuple(_make_stage(self.model, rank, ranges, [number]) for number, rank in enumerate(owners))
+
 
 @dataclass(frozen=True, eq=False)
 class Stage:
@@ -219,17 +227,25 @@ def _rank_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[S
     stages = []
     for rank in range(ranks):
         numbers = [n for n in range(len(ranges)) if ranks == 1 or rank_of_stage(settings, ranks, n) == rank]
-        kinds: dict[BlockSizes, list[int]] = {}
-        for block in (block for number in numbers for block in ranges[number]):
-            kinds.setdefault(model.blocks[block], []).append(block)
-        has_head = len(ranges) - 1 in numbers
-        ends = (model.embedding,) * (0 in numbers)
-        # A tied embedding and head on the same rank are one parameter.
-        if has_head:
-            ends += (model.norm if ends and model.spec.tie_word_embeddings else model.head,)
-        blocks = tuple((kind, tuple(members)) for kind, members in kinds.items())
-        stages.append(Stage(rank, 1, blocks, ends, has_head))
+        stages.append(_make_stage(model, rank, ranges, numbers))
     return tuple(stages)
+
+
+def _make_stage(model: ModelSizes, rank: int, ranges: list[range], numbers: list[int]) -> Stage:
+    """Return the part of the model that has the stages of these numbers.
+
+    Args:
+        ranges: the blocks of each stage.
+    """
+    kinds: dict[BlockSizes, list[int]] = {}
+    for block in (block for number in numbers for block in ranges[number]):
+        kinds.setdefault(model.blocks[block], []).append(block)
+    has_head = len(ranges) - 1 in numbers
+    ends = (model.embedding,) * (0 in numbers)
+    # A tied embedding and head on the same rank are one parameter.
+    if has_head:
+        ends += (model.norm if ends and model.spec.tie_word_embeddings else model.head,)
+    return Stage(rank, 1, tuple((kind, tuple(members)) for kind, members in kinds.items()), ends, has_head)
 
 
 @lru_cache(maxsize=1024)

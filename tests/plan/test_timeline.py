@@ -175,3 +175,19 @@ def test_ranks_that_take_turns_send_for_twice_as_long() -> None:
     both, single = step_time(work, MACHINE), step_time(in_turn, MACHINE)
     assert single["pipeline"] == pytest.approx(2 * both["pipeline"])
     assert both["pipeline"] > 0 and single["bubble"] == both["bubble"]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_stages_of_a_rank_take_as_long_as_their_parts(schedule: str) -> None:
+    """The last stage has the head beside its blocks; those of a rank together take as long as the plan says."""
+    work = make_work(schedule, 4, 8)
+    ranks = simulate_pipeline(work, MACHINE).ranks
+    seconds = {p.stage: p.end - p.start for passes in ranks for p in passes if p.kind == "forward" and p.batch == 0}
+    last = next(stage for stage in work.single_stages if stage.has_head)
+    alone = stage_time(work, last, MACHINE).forward
+    assert seconds[len(seconds) - 1] == pytest.approx(alone, rel=0.01)
+    pair = [stage for stage in seconds if work.single_stages[stage].rank == last.rank]
+    both = stage_time(work, work.rank_stages[last.rank], MACHINE).forward
+    assert sum(seconds[stage] for stage in pair) == pytest.approx(both)
+    # 32 blocks and a head cannot be divided equally over 8 stages.
+    assert max(seconds.values()) > 1.2 * min(seconds.values())
