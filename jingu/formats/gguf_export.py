@@ -39,7 +39,7 @@ from jingu.formats.gguf_write import OutputTensor, write_gguf
 from jingu.formats.huggingface import find_family
 from jingu.formats.importance import Importance, measure_importance
 from jingu.formats.safetensors import TensorLocation
-from jingu.formats.stored_model import StoredModel, normalize_head
+from jingu.formats.stored_model import PackingReader, StoredModel, normalize_head
 from jingu.model.components import LinearScaling, Llama3Scaling, RotaryPositions, YarnScaling
 from jingu.model.families import FAMILIES, equivalent_spec
 from jingu.model.families.name_map import TensorMapping
@@ -57,7 +57,7 @@ from jingu.text.tokenizer import Tokenizer
 # name is that of llama.cpp's mixture of types.
 PACKAGE_TYPES = {
     "fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1", "q5_0": "Q5_0",
-    "q5_1": "Q5_1",
+    "q5_1": "Q5_1", "mxfp4": "MXFP4",
 }  # fmt: skip
 LLAMA_CPP_TYPES = {
     "q6_k": "MOSTLY_Q6_K", "q5_k_m": "MOSTLY_Q5_K_M", "q5_k_s": "MOSTLY_Q5_K_S", "q4_k_m": "MOSTLY_Q4_K_M",
@@ -66,8 +66,11 @@ LLAMA_CPP_TYPES = {
 }  # fmt: skip
 # Elements of a row that share scales in llama.cpp's types, apart from iq4_nl.
 _SUPERBLOCK = 256
-# The types that llama.cpp keeps in fp32 in every file: vectors, and routers.
-_FP32_NAMES = ("ffn_gate_inp.weight",)
+# What llama.cpp has in fp32 in every file and computes with in no other type, beside vectors and all but weights.
+_FP32_NAMES = (
+    "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_norm.weight", "position_embd.weight", "shortconv.conv.weight",
+    "ssm_conv1d.weight", "ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight",
+)  # fmt: skip
 # The matrix of latents' keys and values, which is divided.
 _LATENTS = "attn_kv_b.weight"
 
@@ -88,7 +91,8 @@ def export_gguf(
     """Write a model as a GGUF file, and a Modelfile for Ollama beside it. Both are complete or not written at all.
 
     Args:
-        dtype: a key of `PACKAGE_TYPES` or `LLAMA_CPP_TYPES`; auto: the dtype of most stored weights.
+        dtype: a key of `PACKAGE_TYPES` or `LLAMA_CPP_TYPES`; auto: the dtype of most stored weights, and
+            matrices that are stored in MXFP4 as they are.
         check: whether llama.cpp opens the file, and its token ids and log-probabilities are compared with jingu's. A
             file that differs is not kept.
         calibrate: file of a text, from which the importance matrix of llama.cpp's types is computed.
@@ -100,8 +104,7 @@ def export_gguf(
     library = import_optional("gguf", "writing GGUF files", str(to))
     if to.exists():
         raise JinguError("the file exists already.", where=to, fix="Delete it first, or choose another name.")
-    if dtype == "auto":
-        dtype = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(model.dtype, "fp32")
+    model, dtype = _keep_blocks(model, dtype)
     model = _as_llama_cpp(model, to)
     spec = model.spec
     name = find_architecture(spec, to)
@@ -133,6 +136,19 @@ def export_gguf(
     except OSError as error:
         raise write_error(error, to) from error
     write_text_atomically(to.with_name("Modelfile"), _modelfile(to, model))
+
+
+def _keep_blocks(model: StoredModel, dtype: str) -> tuple[StoredModel, str]:
+    """Return a model that gives matrices in MXFP4 only if the file keeps them so, and the dtype of other weights."""
+    reader = model.read
+    has_blocks = isinstance(reader, PackingReader) and bool(reader.block_names)
+    if dtype == "auto":
+        dtype = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(model.dtype, "fp32")
+        # Numbers in MXFP4 are exact in bf16.
+        return model, "bf16" if has_blocks else dtype
+    if isinstance(reader, PackingReader) and dtype != "mxfp4":
+        model = replace(model, read=reader.read)
+    return model, dtype
 
 
 def _as_llama_cpp(model: StoredModel, to: Path) -> StoredModel:
@@ -365,13 +381,13 @@ def _write_file(
 ) -> None:
     """Write a GGUF file whose matrices have the type `kind`."""
     general = library.Keys.General
-    first = {
-        general.ARCHITECTURE: name,
-        general.FILE_TYPE: int(library.LlamaFileType[{"F32": "ALL_F32"}.get(kind, f"MOSTLY_{kind}")]),
-    }
+    tensors = _output_tensors(spec, name, model, library.GGMLQuantizationType[kind], library, file)
+    if any(tensor.kind.name == "MXFP4" for tensor in tensors):
+        kind = "MXFP4"
+    file_type = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}.get(kind, f"MOSTLY_{kind}")
+    first = {general.ARCHITECTURE: name, general.FILE_TYPE: int(library.LlamaFileType[file_type])}
     if kind not in ("F32", "F16", "BF16"):
         first[general.QUANTIZATION_VERSION] = library.GGML_QUANT_VERSION
-    tensors = _output_tensors(spec, name, model, library.GGMLQuantizationType[kind], library, file)
     write_gguf(file, first | metadata, tensors, library)
 
 
@@ -435,6 +451,8 @@ def _output_tensors(
             tensors += _latent_tensors(mapping, model, kind, library)
             continue
         kind_of_tensor = _kind_of(mapping.hf_name, shape, kind, library)
+        if _read_blocks(mapping, model) is not None:
+            kind_of_tensor = library.GGMLQuantizationType.MXFP4
         tensors.append(OutputTensor(mapping.hf_name, shape, kind_of_tensor, partial(_read_parts, mapping, model)))
     divisors = _proportional_divisors(spec)
     if isinstance(spec.position, RotaryPositions) and isinstance(spec.position.scaling, Llama3Scaling):
@@ -480,20 +498,35 @@ def _frequency_divisors(position: RotaryPositions, size: int) -> Tensor:
 
 
 def _read_parts(mapping: TensorMapping, model: StoredModel) -> Iterator[Tensor]:
-    """Yield the parts of a tensor of the file: the matrix of each expert, or the only one."""
+    """Yield the parts of a tensor of the file: the matrix of each expert, or the only one.
+
+    What is stored in MXFP4 is given as the bytes of blocks.
+    """
+    read = _read_blocks(mapping, model) or model.read
     first = next(iter(mapping.jingu_shapes))
     if mapping.transform.of_experts and len(mapping.jingu_shapes) == 1 and len(mapping.jingu_shapes[first]) == 3:
         for expert in range(mapping.jingu_shapes[first][0]):
-            yield model.read(first, expert)[None]
+            yield read(first, expert)[None]
     else:
-        yield mapping.to_hf([model.read(name).detach() for name in mapping.jingu_shapes])
+        yield mapping.to_hf([read(name).detach() for name in mapping.jingu_shapes])
+
+
+def _read_blocks(mapping: TensorMapping, model: StoredModel) -> Callable[..., Tensor] | None:
+    """Return the function that reads parameters of a tensor of the file as blocks, if all are stored in MXFP4."""
+    reader = model.read
+    if isinstance(reader, PackingReader) and reader.block_names.issuperset(mapping.jingu_shapes):
+        return reader.read_blocks
+    return None
 
 
 def _kind_of(name: str, shape: tuple[int, ...], kind: Any, library: ModuleType) -> Any:
     """Return the type of a tensor in a file of the type `kind`, as llama.cpp's converter chooses it."""
     types = library.GGMLQuantizationType
-    if len(shape) == 1 or name in _FP32_NAMES or name.endswith(_FP32_NAMES):
+    if len(shape) == 1 or name.endswith(_FP32_NAMES) or not name.endswith(".weight"):
         return types.F32
+    if kind == types.MXFP4 and "ffn_" not in name:
+        # As llama.cpp does: most weights of models in MXFP4 are in feed-forward layers.
+        kind = types.Q8_0
     return types.F16 if shape[-1] % library.GGML_QUANT_SIZES[kind][0] else kind
 
 

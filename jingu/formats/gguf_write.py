@@ -47,7 +47,7 @@ class OutputTensor:
         name: GGUF's name.
         shape: its shape, in PyTorch's order.
         kind: its type, of the package's `GGMLQuantizationType`.
-        read: yields its parts along the first dim, in order.
+        read: yields its parts along the first dim, in order. Parts of bytes are written as they are.
     """
 
     name: str
@@ -71,7 +71,7 @@ def write_gguf(file: Path, metadata: Mapping[str, Any], tensors: Sequence[Output
     for tensor in tensors:
         begins.append(size)
         block, width = library.GGML_QUANT_SIZES[tensor.kind]
-        size += _aligned(prod(tensor.shape) // block * width)
+        size += _round_up(prod(tensor.shape) // block * width)
     header = _header(metadata, tensors, begins, library.GGUFValueType)
     # Threads write at their places; without a buffer, the bytes are copied once.
     with file.open("xb", buffering=0) as out:
@@ -83,7 +83,7 @@ def write_gguf(file: Path, metadata: Mapping[str, Any], tensors: Sequence[Output
             writer.finish()
 
 
-def _aligned(size: int) -> int:
+def _round_up(size: int) -> int:
     return size + -size % _ALIGNMENT
 
 
@@ -109,7 +109,7 @@ def _header(
         parts.append(_text(tensor.name))
         parts.append(struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, tensor.kind, begin))
     header = bytearray().join(parts)
-    return header.ljust(_aligned(len(header)), b"\0")
+    return header.ljust(_round_up(len(header)), b"\0")
 
 
 def _value_type(value: Any, types: Any, *, in_list: bool = False) -> int:
@@ -218,7 +218,7 @@ def _write_tensor(writer: _RowWriter, begin: int, tensor: OutputTensor, library:
     row_bytes = columns // block * width
     end = begin + prod(tensor.shape[:-1]) * row_bytes
     for part in tensor.read():
-        rows = part.reshape(-1, columns)
+        rows = part.reshape(-1, row_bytes if part.dtype == torch.uint8 else columns)
         writer.write(rows, tensor.kind, begin, row_bytes)
         begin += len(rows) * row_bytes
     # The header is written already, so another number of elements would damage the file.
@@ -236,7 +236,7 @@ def _write_at(descriptor: int, content: memoryview, position: int) -> None:
 
 def _row_bytes(rows: Tensor, kind: Any, buffers: _Buffers, library: ModuleType) -> Tensor:
     """Return rows in a tensor type. The bytes that PyTorch computes are equal to those of the package."""
-    dtype = _FLOATS.get(kind.name)
+    dtype = rows.dtype if rows.dtype == torch.uint8 else _FLOATS.get(kind.name)
     if dtype == rows.dtype and rows.is_contiguous():
         return rows
     if dtype is not None:

@@ -145,8 +145,13 @@ def open_from_config(
             unread.update(read_parameter(name, sources[name], weights.read))
         return unread.pop(name)
 
-    reader = PackingReader(read, partial(_keep_packed, sources, weights.packed)) if weights.packed else read
-    return StoredModel(spec, reader, None, where, weights.dtype, config)
+    if weights.packed:
+        in_blocks = {key for key, matrix in weights.packed.items() if matrix.form.blocks is not None}
+        names = {name for name, holders in sources.items() if all(each.hf_name in in_blocks for each in holders)}
+        keep = partial(_keep_packed, sources, weights.packed)
+        packing = PackingReader(read, keep, frozenset(names), partial(_read_blocks, sources, weights.packed))
+        return StoredModel(spec, packing, None, where, weights.dtype, config)
+    return StoredModel(spec, read, None, where, weights.dtype, config)
 
 
 def _read_expert(name: str, mappings: Mappings, expert: int, read: Callable[..., Tensor]) -> Tensor:
@@ -163,6 +168,19 @@ def _read_expert(name: str, mappings: Mappings, expert: int, read: Callable[...,
 def _memory_of(resident: Callable[[str], PackedMatrix], hf_names: Iterable[str]) -> list[Tensor]:
     """Return the parts of matrices in memory."""
     return [part for name in hf_names for part in resident(name).memory]
+
+
+def _read_blocks(
+    sources: Mapping[str, Mappings], matrices: Mapping[str, PackedMatrix], name: str, expert: int | None = None
+) -> Tensor:
+    """Return a parameter that is stored in MXFP4, or its part of an expert, as GGUF's blocks."""
+
+    def read(hf_name: str, number: int | None = None) -> Tensor:
+        return (matrices[hf_name] if number is None else matrices[hf_name].part(number)).read_blocks()
+
+    if expert is None:
+        return read_parameter(name, sources[name], read)[name]
+    return _read_expert(name, sources[name], expert, read)
 
 
 def _keep_packed(

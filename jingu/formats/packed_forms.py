@@ -285,6 +285,15 @@ def _codes_of_mxfp4(parts: Parts, _config: Config) -> Codes:
     return _fp4_with_scales(blocks.flatten(-2), shape, scale_OS, torch.bfloat16)
 
 
+def _blocks_of_mxfp4(parts: Parts) -> Tensor:
+    """Return rows as GGUF stores them: for 32 numbers a scale, and their codes, the first half in the lower bits."""
+    codes, scale = parts["_blocks"], parts["_scales"].view(torch.uint8)
+    exponents(scale)
+    in_order = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    first, second = in_order.chunk(2, -1)
+    return torch.cat([scale.unsqueeze(-1), first | second << 4], -1).flatten(-2)
+
+
 def _fp4_with_scales(code_bytes: Tensor, shape: torch.Size, scale_OS: Tensor, dtype: torch.dtype) -> Codes:
     read_codes = look_up(code_bytes.flatten(0, -2), code_table(FP4_NUMBERS))
     return Codes(shape, dtype, read_codes, scale_OS, shape[-1] // scale_OS.shape[1])
@@ -515,7 +524,13 @@ AWQ = PackedForm(
 )
 FP8 = PackedForm("FP8", {"": _FP8}, {"_scale_inv": _FP8_SCALE, "_scale": _FP8_SCALE}, _fp8_shape, _codes_of_fp8)
 MXFP4 = PackedForm(
-    "MXFP4", {"_blocks": _BYTES, "_scales": (torch.uint8, _E8M0)}, {}, _mxfp4_shape, _codes_of_mxfp4, is_transposed=True
+    "MXFP4",
+    {"_blocks": _BYTES, "_scales": (torch.uint8, _E8M0)},
+    {},
+    _mxfp4_shape,
+    _codes_of_mxfp4,
+    is_transposed=True,
+    blocks=_blocks_of_mxfp4,
 )
 MODELOPT_NVFP4 = PackedForm(
     "NVFP4",

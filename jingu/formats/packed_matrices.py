@@ -58,6 +58,8 @@ class PackedForm:
         codes: returns the codes with their scales. Raises ValueError.
         suffix: what follows the stem in the name of the matrix.
         is_transposed: whether matrices of all experts are `[E, I, O]`.
+        blocks: returns rows [..., O, bytes] as GGUF's type MXFP4 stores them; None: no type of GGUF stores the codes.
+            Raises ValueError.
     """
 
     name: str
@@ -67,6 +69,7 @@ class PackedForm:
     codes: Callable[[Parts, Config], Codes]
     suffix: str = ""
     is_transposed: bool = False
+    blocks: Callable[[Parts], Tensor] | None = None
 
     @property
     def dtypes(self) -> dict[str, Dtypes]:
@@ -124,6 +127,17 @@ class PackedMatrix:
             matrix = matrix.transpose(-2, -1)
             return matrix if self.rows is None else matrix[self.rows]
         return matrix
+
+    def read_blocks(self) -> Tensor:
+        """Return the matrix with the bytes of GGUF's blocks (`PackedForm.blocks`) in place of its columns."""
+        assert self.form.blocks is not None
+        parts = {suffix: _read_place(place) for suffix, place in self.parts.items()}
+        try:
+            blocks = self.form.blocks(parts)
+        except ValueError as error:
+            raise _wrong_part(self.form, self.parts[self.form.first], str(error)) from None
+        blocks = blocks if self.rows is None else blocks[..., self.rows, :]
+        return blocks.transpose(-2, -1) if self.is_transposed else blocks
 
     def to(self, device: torch.device, files: Callable[[Path], Tensor]) -> PackedMatrix:
         """Return the matrix with its parts in memory. On CPU they stay mapped from the files.

@@ -125,10 +125,14 @@ class PackingReader:
         read: reads a parameter.
         keep: returns the function that returns a matrix as it is stored (`jingu.model.quantize.keep_stored`), given the
             device.
+        block_names: names of the parameters that are stored in MXFP4.
+        read_blocks: returns one of these, or its part of an expert, with the bytes of GGUF's blocks for its columns.
     """
 
     read: Callable[..., Tensor]
     keep: Callable[[torch.device], Callable[[str], StoredWeight | None]]
+    block_names: frozenset[str]
+    read_blocks: Callable[..., Tensor]
 
     def __call__(self, name: str, expert: int | None = None) -> Tensor:
         return self.read(name, expert)

@@ -58,16 +58,20 @@ def export(
         raise JinguError(what, where="--calibrate", fix=fix)
     if to is not None and to.suffix == ".gguf":
         file = to
-        if dtype in FORMS:
+        if dtype in set(FORMS) - PACKAGE_TYPES.keys():
             what = f"{dtype} is a type of Hugging Face folders only."
             raise JinguError(what, where="--dtype", fix="Name a folder with --to, or use a type such as q4_k_m.")
+
+        if calibrate is not None and dtype not in LLAMA_CPP_TYPES:
+            what = f"{dtype} of GGUF files has nothing to calibrate."
+            raise JinguError(what, where="--calibrate", fix="Leave it out, or set --dtype to a type such as q4_k_m.")
 
         def write(_folder: Path) -> None:
             export_gguf(open_model(model), file, dtype, check, calibrate)
 
         _write_and_push(model, file.parent, push, write, public, yes, file.name)
         return
-    if dtype in {*PACKAGE_TYPES, *LLAMA_CPP_TYPES} - DTYPES.keys():
+    if dtype in {*PACKAGE_TYPES, *LLAMA_CPP_TYPES} - {*DTYPES, *FORMS}:
         what = f"{dtype} is a type of GGUF files only."
         raise JinguError(what, where="--dtype", fix="Name the file with --to MODEL.gguf.")
     _write_and_push(

@@ -17,6 +17,8 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from jingu.cli import main
 from jingu.errors import JinguError
@@ -563,6 +565,15 @@ def test_the_check_knows_that_llama_cpp_does_not_normalize(make_model: Callable[
 
 @needs_llama_cpp
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp16", "q8_0"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_llama_cpp_runs_small_types(name: str, dtype: str, make_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """It stops the process where a tensor has a type that it does not compute with."""
+    assert main(["export", str(make_model(name)), "--to", str(tmp_path / "a.gguf"), "--dtype", dtype, "--check"]) == 0
+
+
+@needs_llama_cpp
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", LLAMA_CPP_TYPES)
 def test_k_quants(dtype: str, tmp_path: Path) -> None:
     sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 512}
@@ -716,3 +727,74 @@ def test_llama_cpp_computes_the_same_with_an_adapter(
     # llama.cpp looks GELU up in fp16.
     torch.testing.assert_close(theirs, ours, rtol=5e-3, atol=5e-3)
     assert (ours - plain).abs().max() > 0.1
+
+
+# MXFP4
+
+
+@pytest.fixture
+def packed_gpt_oss(make_model: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A gpt-oss whose experts are stored in MXFP4, with codes of every kind and scales of their own."""
+    folder = Path(shutil.copytree(make_model("gpt_oss"), tmp_path / "packed"))
+    tensors = load_file(folder / "model.safetensors")
+    random = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        sizes = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*sizes, 16), dtype=torch.uint8, generator=random)
+        tensors[f"{name}_scales"] = torch.randint(118, 122, sizes, dtype=torch.uint8, generator=random)
+    tensors = {name: each if each.dtype == torch.uint8 else each.bfloat16() for name, each in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    return folder
+
+
+@pytest.mark.parametrize(("words", "others"), [([], Kind.BF16), (["--dtype", "mxfp4"], Kind.Q8_0)])
+def test_stored_mxfp4_is_copied(words: list[str], others: Kind, packed_gpt_oss: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    assert main(["export", str(packed_gpt_oss), "--to", str(file), *words]) == 0
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    stored = load_file(packed_gpt_oss / "model.safetensors")
+    for name, part, rows in (("gate", "gate_up", 0), ("up", "gate_up", 1), ("down", "down", None)):
+        source = f"model.layers.1.mlp.experts.{part}_proj"
+        chosen = slice(None) if rows is None else slice(rows, None, 2)
+        blocks, scales = (stored[f"{source}_{kind}"][:, chosen] for kind in ("blocks", "scales"))
+        numbers = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+        written = tensors[f"blk.1.ffn_{name}_exps.weight"]
+        assert written.tensor_type == Kind.MXFP4
+        np.testing.assert_array_equal(gguf.quants.dequantize(written.data, Kind.MXFP4), numbers.numpy())
+        # The scales are those that were stored, also where the package would choose others.
+        assert np.array_equal(written.data.reshape(*scales.shape, 17)[..., 0], scales.numpy())
+    assert tensors["blk.1.attn_q.weight"].tensor_type == others
+    if others == Kind.BF16:
+        ids = torch.arange(50)[None] * 7 % 317
+        torch.testing.assert_close(logits_of(file, ids), logits_of(packed_gpt_oss, ids), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama"])
+def test_matrices_are_rounded_to_mxfp4(name: str, make_model: Callable[[str], Path], tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    assert main(["export", str(make_model(name)), "--to", str(file), "--dtype", "mxfp4"]) == 0
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    leaf = "ffn_down_exps" if name == "qwen3_moe" else "ffn_down"
+    matrix = open_model(make_model(name)).read("blocks.1.feed_forward.down.weight").numpy()
+    np.testing.assert_array_equal(tensors[f"blk.1.{leaf}.weight"].data, gguf.quants.quantize(matrix, Kind.MXFP4))
+    kinds = {key: tensors[key].tensor_type for key in ("blk.1.attn_q.weight", "output.weight", "output_norm.weight")}
+    assert list(kinds.values()) == [Kind.Q8_0, Kind.Q8_0, Kind.F32]
+    assert gguf.GGUFReader(file).fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_MXFP4_MOE
+
+
+def test_mxfp4_of_gguf_files_is_not_calibrated(
+    make_model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--to", str(tmp_path / "model.gguf"), "--dtype", "mxfp4", "--calibrate", str(tmp_path)]
+    assert main(["export", str(make_model("llama")), *words]) == 2
+    assert "mxfp4 of GGUF files has nothing to calibrate" in capsys.readouterr().err
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_llama_cpp_computes_with_mxfp4(packed_gpt_oss: Path, tmp_path: Path) -> None:
+    assert main(["export", str(packed_gpt_oss), "--to", str(tmp_path / "model.gguf"), "--check"]) == 0
+    assert main(["export", str(packed_gpt_oss), "--to", str(tmp_path / "q.gguf"), "--dtype", "mxfp4", "--check"]) == 0
