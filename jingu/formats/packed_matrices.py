@@ -114,11 +114,13 @@ class PackedMatrix:
 
     def read(self) -> Tensor:
         """Return the dequantized matrix. Raises JinguError if a part holds what the form does not know."""
-        parts = self.tensors or self._check({suffix: _read_place(place) for suffix, place in self.parts.items()})
+        parts = self.tensors or {suffix: _read_place(place) for suffix, place in self.parts.items()}
         device = parts[self.form.first].device
         threads = torch.get_num_threads() if device.type == "cpu" else 1
         rows = None if self.is_transposed else self.rows
         with single_thread() if threads > 1 else nullcontext():
+            if self.tensors is None:
+                self._check(parts)
             try:
                 matrix = dequantize(self.form.codes(parts, self.config), threads, rows, device)
             except ValueError as error:
@@ -152,19 +154,22 @@ class PackedMatrix:
             assert isinstance(location.dtype, torch.dtype)
             raw = raw.clone() if location.begin % location.dtype.itemsize else raw
             tensors[suffix] = raw.view(location.dtype).view(location.shape).to(device)
-        return replace(self, tensors=self._check(tensors))
+        with single_thread():
+            self._check(tensors)
+        return replace(self, tensors=tensors)
 
-    def _check(self, parts: Parts) -> Parts:
-        """Return the parts. Raises JinguError if a scale is not finite, or a divisor is zero."""
+    def _check(self, parts: Parts) -> None:
+        """Raise JinguError if a scale is not finite, or a divisor is zero."""
         for suffix, part in parts.items():
             if suffix == self.form.first or not part.dtype.is_floating_point or part.dtype == torch.float8_e8m0fnu:
                 continue
-            numbers = part.float()
-            is_bad = ~numbers.isfinite() | (numbers == 0 if suffix in _DIVISORS else False)
-            if bool(is_bad.any()):
-                problem = f"{self.parts[suffix][1]} has the number {numbers[is_bad].flatten()[0]:g}"
+            numbers = part.float() if part.dtype.itemsize == 1 else part
+            is_good = numbers.isfinite()
+            if suffix in _DIVISORS:
+                is_good &= numbers != 0
+            if not bool(is_good.all()):
+                problem = f"{self.parts[suffix][1]} has the number {float(numbers[~is_good].flatten()[0]):g}"
                 raise _wrong_part(self.form, self.parts[self.form.first], problem)
-        return parts
 
     def narrow(self, rows: slice) -> PackedMatrix:
         """Return some rows of a matrix [O, I]."""
