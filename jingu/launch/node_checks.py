@@ -44,6 +44,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 KERNEL = "kernel"
 # The check that takes the names of all nodes as arguments.
 NAMES = "names of nodes"
+# Time for a machine to connect to itself.
+_NAME_SECONDS = 5.0
 Figures = dict[str, Any]
 
 
@@ -156,9 +158,17 @@ def check_shared_memory(_folder: Path) -> tuple[str, Figures]:
 
 
 def check_name(_folder: Path) -> tuple[str, Figures]:
-    """Look up this machine's name."""
+    """Resolve this machine's own name, and connect to the address: programs of other nodes would use it, too."""
     name = socket.gethostname()
-    return f"{name} is {_find_address(name)}", {}
+    address = _find_address(name)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server(("", 0), family=family) as listener:
+        try:
+            socket.create_connection((address, listener.getsockname()[1]), _NAME_SECONDS).close()
+        except OSError as error:
+            what = f"{name} is {address}, which does not lead to this machine; change DNS or /etc/hosts"
+            raise CheckError(what) from error
+    return f"{name} is {address}", {}
 
 
 def check_names(*names: str) -> tuple[str, Figures]:

@@ -145,6 +145,11 @@ DOCTOR_FAULTS = {
     "port": ({2: FIREWALL + "REJECT"}, ["node2"], ["node2 refuses connections"]),
     "first port": ({1: FIREWALL + "DROP"}, ["node1"], ["node1 does not answer"]),
     "full": ({2: "mkdir -p runs && mount -t tmpfs -o size=10m none runs"}, ["node2"], ["has room for only 10 MiB"]),
+    "name": (
+        {2: "sed 's/^10.77.0.2 .*/10.77.0.92 node2/' /etc/hosts > own && mount --bind own /etc/hosts"},
+        ["node2"],
+        ["node2 is 10.77.0.92, which does not lead to this machine"],
+    ),
     "locked": ({1: "mkdir -p runs && mount --bind /proc runs"}, ["node1"], [" FAILS  disk"]),
 }
 
@@ -188,7 +193,8 @@ def test_a_wrong_interface_is_one_sentence(nodes, run_file, name):
 def test_nodes_with_ipv6_only_train(nodes, run_file, tiny_run, done):
     for number in range(1, 5):
         nodes.change(number, f"ip addr flush dev e0 && ip addr add fd00::{number}/64 dev e0 nodad")
-    code, output = nodes.run("bash", "-c", "ip addr add fd00::fe/64 dev br0 nodad")
+    names = "sed 's/^10.77.0.\\([1-4]\\) /fd00::\\1 /' /etc/hosts > hosts6 && cat hosts6 > /etc/hosts"
+    code, output = nodes.run("bash", "-c", f"ip addr add fd00::fe/64 dev br0 nodad && {names}")
     assert code == 0, output
     (nodes.folder / "hosts").write_text("fd00::1 slots=1\nfd00::2 slots=1\n")
     code, output = nodes.launch("ssh", run_file({"train.steps": 4}, name="six"))

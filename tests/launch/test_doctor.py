@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import re
+import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from jingu.config.load import dump_yaml, load_config
 from jingu.launch import node_checks
 from jingu.launch.doctor import FAILING_NODES, compare_nodes, doctor
 from jingu.launch.network import check_network, describe_groups, find_slow_hosts, pair_nodes
-from jingu.launch.node_checks import CHECKS, KERNEL, CheckError, check_names, find_slow, run_check
+from jingu.launch.node_checks import CHECKS, KERNEL, CheckError, check_name, check_names, find_slow, run_check
 from tests.conftest import this_rank
 
 
@@ -161,6 +163,16 @@ def name_service(monkeypatch) -> tuple[dict[str, str], dict[str, str]]:
     )
     monkeypatch.setattr(node_checks.socket, "gethostbyaddr", lambda address: (find(names, address), [], [address]))
     return addresses, names
+
+
+def test_a_name_that_leads_elsewhere_fails(tmp_path, monkeypatch):
+    assert check_name(tmp_path)[0].startswith(f"{socket.gethostname()} is ")
+    monkeypatch.setattr(node_checks, "_find_address", lambda _: "192.0.2.1")
+    refuse = Mock(side_effect=OSError)
+    monkeypatch.setattr(node_checks.socket, "create_connection", refuse)
+    with pytest.raises(CheckError, match=r"is 192\.0\.2\.1, which does not lead to this machine"):
+        check_name(tmp_path)
+    assert refuse.call_args.args[0][0] == "192.0.2.1"
 
 
 def test_names_and_addresses_lead_to_each_other(name_service):
