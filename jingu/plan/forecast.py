@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import sqrt
+from math import isinf, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -346,8 +346,10 @@ def describe_rejection(result: SearchResult, reason: str) -> str:
     """Return a reason for which layouts were rejected, with an example."""
     example = result.examples.get(reason, "")
     if reason == "out of memory":
-        short, layout = result.nearest
-        example = f"the nearest is short by {short / 2**30:,.1f} GiB: {layout}"
+        kind, (short, layout) = "nearest", result.nearest
+        if isinf(short):
+            kind, (short, layout) = "nearest, by its activations alone,", result.smallest
+        example = f"the {kind} is short by {short / 2**30:,.1f} GiB: {layout}"
     return f"{reason}: {example}"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from math import inf
+from math import ceil, inf
 
 from jingu.config.batch_plan import divisors
 from jingu.config.sections.parallel import HostOffloadSettings, NoOffloadSettings, ParallelSettings
@@ -72,6 +72,7 @@ class SearchResult:
         conflicts: cached results of `_conflict`; settings: cached results of `_change`; loads: cached loads of
             schedules; data_times: cached collectives of a stage.
         nearest: the layout that is short of the least memory: missing bytes and description.
+        smallest: the same of activations alone, of layouts that need not be estimated for it.
     """
 
     best: list[Plan]
@@ -83,6 +84,7 @@ class SearchResult:
     loads: dict[tuple[object, ...], _Load] = field(default_factory=dict)
     data_times: dict[tuple[object, ...], DataTime] = field(default_factory=dict)
     nearest: tuple[float, str] = (inf, "")
+    smallest: tuple[float, str] = (inf, "")
 
     def reject(self, reason: str, example: str, number: int = 1) -> None:
         """Count layouts that are rejected for a reason."""
@@ -219,6 +221,8 @@ def _evaluate(
 def _cells(base: Workload, ranks: int, rows: int, machine: Machine, result: SearchResult) -> Iterator[_Cell]:
     """Yield all divisions of the ranks and of the rows that the model allows, without those of data-parallel ranks."""
     seconds: dict[tuple[object, ...], float] = {}
+    memory: dict[tuple[object, ...], tuple[float, float]] = {}
+    usable = machine.usable_bytes / memory_margin(machine)
     for settings in _divisions(base, ranks, result):
         pipeline, tensor, context, expert = (int(getattr(settings, axis)) for axis in _MODEL_AXES)
         data = ranks // (pipeline * tensor * context)
@@ -226,11 +230,24 @@ def _cells(base: Workload, ranks: int, rows: int, machine: Machine, result: Sear
             result.reject("the batch does not divide", f"{rows:,} sequences over {data:,} data-parallel ranks")
             continue
         share = rows // data
+        blocks = ceil(len(base.model.blocks) / pipeline)
         for micro, checkpointing in product(divisors(share), _CHECKPOINTING):
             # The computation of a micro-batch does not depend on the pipeline.
             key = (tensor, context, expert, settings.context_method, micro, checkpointing.type)
+            sizes = AxisSizes(1, 1, 1, context, tensor, expert)
+            if key not in memory:
+                work = replace(base, sizes=sizes, parallel=settings, micro_batch=micro, checkpointing=checkpointing)
+                whole = max(block_activations(block, work)[0] for block in dict.fromkeys(base.model.blocks))
+                memory[key] = (whole, min(_stored_bytes(work).values()))
+            # Some rank has this many blocks, and the backward pass of each block needs all of its activations.
+            short = max(memory[key][0], blocks * memory[key][1]) - usable
+            if short > 0:
+                result.rejections["out of memory"] += 1
+                if short < result.smallest[0]:
+                    layout = AxisSizes(pipeline, 1, 1, context, tensor, expert)
+                    result.smallest = (short, f"{layout}, micro-batch {micro}")
+                continue
             if key not in seconds:
-                sizes = AxisSizes(1, 1, 1, context, tensor, expert)
                 work = replace(base, sizes=sizes, parallel=settings, micro_batch=micro, checkpointing=checkpointing)
                 seconds[key] = model_seconds(work, machine) * (1 - 1e-9)
             accumulation = share // micro
@@ -433,7 +450,9 @@ def _cell_time(work: Workload, cell: _Cell, machine: Machine, result: SearchResu
     usable = machine.usable_bytes / memory_margin(machine)
     activations, least = least_memory(work, cell.data, usable)
     if activations > usable or (least > usable and machine.is_shared):
-        result.reject("out of memory", describe_layout(work))
+        result.rejections["out of memory"] += 1
+        if activations - usable < result.smallest[0]:
+            result.smallest = (activations - usable, describe_layout(work))
         return None
     terms, slowest, time = schedule_time(work, machine)
     return _CellTime(sum(terms.values()) * (1 - 1e-9), slowest, time, least <= usable)

@@ -19,6 +19,7 @@ from jingu.model.feed_forward_specs import Experts
 from jingu.model.spec import ModelSpec, replace_fields
 from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
 from jingu.parallel.stages import check_layout
+from jingu.plan.forecast import describe_rejection
 from jingu.plan.machine import Machine, find_machine, machine_library
 from jingu.plan.memory import fullest_stage, stage_memory
 from jingu.plan.search import search_layouts
@@ -152,6 +153,17 @@ def test_rejected_layouts_have_reasons_with_numbers() -> None:
     assert result.rejections["out of memory"] > 10
     assert result.nearest[0] > 2**30
     assert "128 attention heads cannot be divided over 3 ranks" in " ".join(result.examples.values())
+
+
+def test_layouts_whose_activations_are_too_large_say_by_how_much() -> None:
+    work = base(FAMILIES["llama"].presets["llama-3.1-405b"], 131072)
+    result = search_layouts(work, 2, find_machine("rtx-4090"), 2)
+    assert result.best == [] and result.num_estimates == 0
+    # A block stores at least its input and the result of attention and feed-forward.
+    least = 131072 * 16384 * 2 / 2 - find_machine("rtx-4090").usable_bytes
+    assert max(0.0, least) < result.smallest[0] < 2**50
+    text = describe_rejection(result, "out of memory")
+    assert "by its activations alone, is short by" in text and "inf" not in text
 
 
 def test_every_machine_of_the_library_can_be_planned_on() -> None:
