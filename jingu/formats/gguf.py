@@ -40,6 +40,7 @@ from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
 from jingu.formats.stored_model import StoredModel
 from jingu.formats.unread import unread_architecture
 from jingu.model.families import FAMILIES
+from jingu.model.spec import ModelSpec
 from jingu.runtime.files import temporary_folder
 from jingu.runtime.log import log_warning
 from jingu.text.corpus_file import import_optional
@@ -100,7 +101,9 @@ def open_gguf(path: Path) -> StoredModel:
         path,
         path,
         config,
-        lambda *_: _open_weights(path, library, infos, _numbers_by_name(metadata)),
+        lambda _, mappings: _open_weights(
+            path, library, _computed_tensors(infos, mappings[0].spec), _numbers_by_name(metadata)
+        ),
         lambda spec: gguf_mappings(spec, name),
     )
     matrices = [info for key, info in infos.items() if key.startswith("blk.")]
@@ -130,6 +133,13 @@ def _numbers_by_name(metadata: Metadata) -> dict[str, float]:
         for layer in layers
         if values is not None
     }
+
+
+def _computed_tensors(infos: Mapping[str, TensorLocation], spec: ModelSpec) -> dict[str, TensorLocation]:
+    """Return the tensors without keys and values of layers that attend to those of others, which some files have."""
+    sharing = [number for number, layer in enumerate(spec.layers) if layer.shares_kv]
+    names = {f"blk.{number}.{part}.weight" for number in sharing for part in ("attn_k", "attn_v", "attn_k_norm")}
+    return {name: info for name, info in infos.items() if name not in names}
 
 
 def _open_weights(
@@ -367,7 +377,7 @@ def hf_config(
         config[table["mixer_head_size"]] = (get("ssm.inner_size") or 0) // (get("ssm.time_step_rank") or 1)
     try:
         for part in parts_of(name):
-            config = merge(config, part.read(FileContents(get, infos, divisors)))
+            config = merge(config, part.read(FileContents(get, infos, divisors, config["vocab_size"])))
     except JinguError as error:
         raise JinguError(error.what, where=path, fix=error.fix) from error
     config = {key: value for key, value in config.items() if value is not None}

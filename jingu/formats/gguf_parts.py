@@ -30,11 +30,13 @@ class FileContents:
         get: returns a value of the metadata, without the name of the architecture in its key; None: there is none.
         names: names of the tensors.
         divisors: what rotary frequencies are divided by; None: the file does not say.
+        vocab_size: rows of the embedding.
     """
 
     get: Callable[[str], Any]
     names: Collection[str]
     divisors: Tensor | None
+    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -335,7 +337,7 @@ def _read_gemma4(contents: FileContents) -> Values:
         "use_double_wide_mlp": wide,
         "intermediate_size": sizes[0] if isinstance(sizes, list) else sizes,
         "hidden_size_per_layer_input": size,
-        "vocab_size_per_layer_input": get("vocab_size"),
+        "vocab_size_per_layer_input": contents.vocab_size,
         "enable_moe_block": has_experts,
         "num_experts": get("expert_count"),
         "top_k_experts": get("expert_used_count"),

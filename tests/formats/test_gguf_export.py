@@ -395,6 +395,41 @@ def test_the_numbers_come_back(name: str, make_model: Callable[[str], Path], tmp
     assert (tmp_path / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
 
 
+def rewrite(file: Path, to: Path, changes: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """Write a GGUF file again, with other metadata (None: left out) and tensors (empty: left out)."""
+    reader = gguf.GGUFReader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(to, architecture)
+    for key, field in reader.fields.items():
+        value = changes.get(key.removeprefix(f"{architecture}."), field.contents())
+        if value is None or key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        if len(field.types) > 1:
+            writer.add_array(key, value)
+        else:
+            writer.add_key_value(key, value, field.types[0])
+    held = {tensor.name: tensor.data for tensor in reader.tensors}
+    for name, data in (held | tensors).items():
+        if data.size:
+            writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_files_of_shared_keys_and_values_may_have_their_own(make_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Files converted from Google's checkpoints have the keys and values of layers that do not use them."""
+    source, file = make_model("gemma4_text-shared"), tmp_path / "model.gguf"
+    assert main(["export", str(source), "--to", str(file), "--dtype", "fp32"]) == 0
+    held = {tensor.name: tensor.data for tensor in gguf.GGUFReader(file).tensors}
+    unused = {f"blk.6.{part}.weight": held[f"blk.3.{part}.weight"] for part in ("attn_k", "attn_v", "attn_k_norm")}
+    assert not unused.keys() & held.keys()
+    rewrite(file, tmp_path / "all.gguf", {"vocab_size": None}, unused)
+    ids = torch.arange(100)[None] * 7 % 317
+    assert torch.equal(logits_of(tmp_path / "all.gguf", ids), logits_of(source, ids))
+
+
 @pytest.mark.parametrize("name", ["deepseek_v2-lite", "deepseek_v3"])
 def test_the_older_form_of_latent_attention_is_read(
     name: str, make_model: Callable[[str], Path], tmp_path: Path
@@ -403,29 +438,13 @@ def test_the_older_form_of_latent_attention_is_read(
     source, file, older = make_model(name), tmp_path / "model.gguf", tmp_path / "older.gguf"
     assert main(["export", str(source), "--to", str(file), "--dtype", "fp32"]) == 0
     state = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
-    reader = gguf.GGUFReader(file)
     changes = {"attention.key_length_mla": None, "attention.value_length_mla": None}
     changes |= {"attention.key_length": 16, "attention.value_length": 14, "attention.head_count_kv": 4}
-    writer = gguf.GGUFWriter(older, "deepseek2")
-    for key, field in reader.fields.items():
-        value = changes.get(key.removeprefix("deepseek2."), field.contents())
-        if value is None or key.startswith("GGUF.") or key == "general.architecture":
-            continue
-        if len(field.types) > 1:
-            writer.add_array(key, value)
-        else:
-            writer.add_key_value(key, value, field.types[0])
-    for tensor in reader.tensors:
-        if "attn_k_b" in tensor.name:
-            layer = tensor.name.split(".")[1]
-            joint = state[f"model.layers.{layer}.self_attn.kv_b_proj.weight"].numpy()
-            writer.add_tensor(f"blk.{layer}.attn_kv_b.weight", joint)
-        elif "attn_v_b" not in tensor.name:
-            writer.add_tensor(tensor.name, tensor.data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    tensors: dict[str, np.ndarray] = {}
+    for layer in range(3):
+        tensors |= {f"blk.{layer}.attn_{part}_b.weight": np.empty(0) for part in "kv"}
+        tensors[f"blk.{layer}.attn_kv_b.weight"] = state[f"model.layers.{layer}.self_attn.kv_b_proj.weight"].numpy()
+    rewrite(file, older, changes, tensors)
     ids = torch.arange(100)[None] * 7 % 317
     assert torch.equal(logits_of(older, ids), logits_of(source, ids))
 
