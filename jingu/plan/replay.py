@@ -90,8 +90,8 @@ class _StepRecorder(TorchDispatchMode):
 
 
 def _storages(value: object) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of all tensors in a value, by key."""
-    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    """Return the storages of all tensors in a value, by key. Weights in a layout of oneDNN have none."""
+    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout == torch.strided)
     storages = [(leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage() for leaf in leaves]
     return {storage_key(storage): storage for storage in storages}
 
