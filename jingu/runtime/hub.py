@@ -181,7 +181,9 @@ def _refuse_without_weights(name: HubName, folder: Path) -> None:
 def _list_files(name: HubName) -> list[str]:
     """Return the files of a repository; none if its hub cannot be asked."""
     if name.service == "modelscope":
-        return []
+        api = _import("modelscope.hub.api", "modelscope", name).HubApi()
+        with explain_hub_errors(name):
+            return sorted(file["Path"] for file in api.get_model_files(name.repository, revision=name.revision))
     from huggingface_hub import list_repo_files
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -295,7 +297,9 @@ def _explain(error: Exception, name: HubName) -> JinguError:
         return JinguError("the disk is full.", where=str(name), fix=fix)
     from huggingface_hub.errors import HfHubHTTPError
 
-    kinds = {kind.__name__ for kind in type(error).mro()}
+    # Some releases of modelscope raise an error of `requests` from their own.
+    both = [error] if error.__cause__ is None else [error, error.__cause__]
+    kinds = {kind.__name__ for each in both for kind in type(each).mro()}
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
     causes = _ERRORS[name.service]
     cause = next(row for row in causes if kinds & {*row["errors"]} and status in row.get("status", [status]))
