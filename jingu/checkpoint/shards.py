@@ -121,8 +121,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def has_nan_or_infinity(tensor: Tensor) -> bool:
     """Return whether some element is not finite."""
-    # NaN and infinity appear in the minimum or the maximum.
-    return bool(tensor.numel()) and not all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
+    # NaN and infinity also appear in the sum. It takes a quarter of the time of the extremes, but may overflow.
+    return not tensor.sum().isfinite() and not all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
 def piece_bytes(block: TensorBlock, piece: Piece) -> memoryview:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import FileIO
@@ -18,7 +17,7 @@ from jingu.checkpoint.save_folder import write_all
 from jingu.checkpoint.shards import DTYPE_NAMES, has_nan_or_infinity, tensor_bytes
 from jingu.errors import JinguError
 from jingu.formats.description import build_config, special_token_ids
-from jingu.formats.huggingface import INDEX, WEIGHTS, write_json
+from jingu.formats.huggingface import INDEX, WEIGHTS, report_broken_weights, write_json
 from jingu.formats.importance import Importance, measure_importance
 from jingu.formats.models import open_model
 from jingu.formats.provenance import copy_provenance
@@ -34,7 +33,6 @@ from jingu.runtime.files import create_folder_atomically
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_files import copy_tokenizer
 
-_LOGGER = logging.getLogger("jingu")
 ReadTensor = Callable[[str], Tensor]
 
 # Maximum size of a weight file. A file with a single tensor may be larger.
@@ -153,17 +151,7 @@ def export_hf(
         copy_tokenizer(tokenizer_folder, folder, None if source is None else source.chat_templates)
         with single_thread():  # casts and checks on one thread are as fast as the disk
             broken = _write_weights(folder, plan, read, shard_bytes)
-        dtype_name = str(plan.dtype).removeprefix("torch.")
-        problem = f"{len(broken)} of the weights contain NaN or infinity in {dtype_name}: {', '.join(broken)}."
-        if broken and not check:
-            _LOGGER.warning("%s: %s", to, problem)
-        elif broken:
-            raise JinguError(
-                problem,
-                where=to,
-                fix="Nothing was written. Use an earlier checkpoint, or another dtype if the weights are too large "
-                "for this one.",
-            )
+        report_broken_weights(broken, str(plan.dtype).removeprefix("torch."), to, check=check)
     return family
 
 

@@ -36,7 +36,7 @@ from jingu.formats.gguf_names import (
     written_classes,
 )
 from jingu.formats.gguf_write import OutputTensor, write_gguf
-from jingu.formats.huggingface import find_family
+from jingu.formats.huggingface import find_family, report_broken_weights
 from jingu.formats.importance import Importance, measure_importance
 from jingu.formats.safetensors import TensorLocation
 from jingu.formats.stored_model import PackingReader, StoredModel, normalize_head
@@ -71,6 +71,7 @@ _FP32_NAMES = (
     "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_norm.weight", "position_embd.weight", "shortconv.conv.weight",
     "ssm_conv1d.weight", "ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight",
 )  # fmt: skip
+_PHI3_TOKENS = {"<s>", "</s>", "<unk>", "<|endoftext|>"}
 # The matrix of latents' keys and values, which is divided.
 _LATENTS = "attn_kv_b.weight"
 
@@ -93,8 +94,9 @@ def export_gguf(
     Args:
         dtype: a key of `PACKAGE_TYPES` or `LLAMA_CPP_TYPES`; auto: the dtype of most stored weights, and
             matrices that are stored in MXFP4 as they are.
-        check: whether llama.cpp opens the file, and its token ids and log-probabilities are compared with jingu's. A
-            file that differs is not kept.
+        check: whether llama.cpp opens the file, and its token ids and log-probabilities are compared with jingu's, and
+            weights that contain NaN or infinity are an error; otherwise they are logged. A file that differs is not
+            kept.
         calibrate: file of a text, from which the importance matrix of llama.cpp's types is computed.
 
     Raises:
@@ -110,7 +112,7 @@ def export_gguf(
     name = find_architecture(spec, to)
     tokenizer = Tokenizer.load(model.tokenizer())
     metadata = _model_metadata(spec, name, model, to) | tokenizer_metadata(tokenizer, spec.vocab_size)
-    metadata |= _end_tokens(model, tokenizer)
+    metadata |= {"general.name": _model_name(to, tokenizer)} | _end_tokens(model, tokenizer)
     fp32 = library.GGMLQuantizationType.F32
     tensors = _output_tensors(spec, name, model, fp32, library, to)
     _check_round_trip(spec, name, metadata, [tensor.name for tensor in tensors], to)
@@ -121,16 +123,19 @@ def export_gguf(
             f"{to}: {len(odd_matrices)} matrices get another type than {dtype}, which llama.cpp chooses, because their "
             f"rows have no multiple of {_SUPERBLOCK} elements (such as {odd_matrices[0].name})."
         )
+
+    def write(file: Path, package_dtype: str) -> None:
+        broken = _write_file(file, spec, name, model, metadata, PACKAGE_TYPES[package_dtype], library)
+        report_broken_weights(broken, package_dtype, to, check=check)
+
     try:
         with partial_file(to) as partial:
             if dtype in PACKAGE_TYPES:
-                _write_file(partial, spec, name, model, metadata, PACKAGE_TYPES[dtype], library)
+                write(partial, dtype)
             else:
                 importance = {} if calibrate is None else measure_importance(model, calibrate)
                 by_gguf_name = _importance_by_gguf_name(spec, name, importance, library, to)
-                _quantize_with_llama_cpp(partial, to, dtype, by_gguf_name, lambda file: _write_file(
-                    file, spec, name, model, metadata, "F16", library
-                ))  # fmt: skip
+                _quantize_with_llama_cpp(partial, to, dtype, by_gguf_name, lambda file: write(file, "fp16"))
             if check:
                 check_gguf(partial, model, dtype)
     except OSError as error:
@@ -269,7 +274,7 @@ def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) ->
     """Return the metadata that describe the model."""
     keys = metadata_keys(name)
     config = build_config(spec, model.config, torch.float32)
-    metadata: dict[str, Any] = {"general.name": to.stem, "general.type": "model"}
+    metadata: dict[str, Any] = {"general.type": "model"}
     values: dict[str, Any] = {gguf_key: config[key] for key, gguf_key in keys.items() if config.get(key) is not None}
     if has_head_size(name):
         size = spec.attention.head_dim
@@ -354,6 +359,17 @@ def _refuse_model(what: str, to: Path) -> JinguError:
     return JinguError(f"llama.cpp does not compute {what}.", where=to, fix=_AS_FOLDER)
 
 
+def _model_name(to: Path, tokenizer: Tokenizer) -> str:
+    """Return the name of the model: that of the file.
+
+    llama.cpp takes the tokenizer of a model whose name has "phi-3" for that of Phi-3, and opens no file without its
+    tokens.
+    """
+    if tokenizer.special_tokens.keys() >= _PHI3_TOKENS:
+        return to.stem
+    return re.sub("(phi)-?3", r"\1 3", to.stem, flags=re.IGNORECASE)
+
+
 def _end_tokens(model: StoredModel, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the metadata of the tokens that end an answer: llama.cpp has one key for the first, one for another."""
     ids = list(model.eos_token_ids) or [tokenizer.eos_token_id]
@@ -378,8 +394,8 @@ def _modelfile(to: Path, model: StoredModel) -> str:
 
 def _write_file(
     file: Path, spec: ModelSpec, name: str, model: StoredModel, metadata: dict[str, Any], kind: str, library: ModuleType
-) -> None:
-    """Write a GGUF file whose matrices have the type `kind`."""
+) -> list[str]:
+    """Write a GGUF file whose matrices have the type `kind`; return names of tensors with NaN or infinity."""
     general = library.Keys.General
     tensors = _output_tensors(spec, name, model, library.GGMLQuantizationType[kind], library, file)
     if any(tensor.kind.name == "MXFP4" for tensor in tensors):
@@ -388,7 +404,7 @@ def _write_file(
     first = {general.ARCHITECTURE: name, general.FILE_TYPE: int(library.LlamaFileType[file_type])}
     if kind not in ("F32", "F16", "BF16"):
         first[general.QUANTIZATION_VERSION] = library.GGML_QUANT_VERSION
-    write_gguf(file, first | metadata, tensors, library)
+    return write_gguf(file, first | metadata, tensors, library)
 
 
 def _mappings(spec: ModelSpec, name: str, library: ModuleType, to: Path) -> list[TensorMapping]:
@@ -527,7 +543,10 @@ def _kind_of(name: str, shape: tuple[int, ...], kind: Any, library: ModuleType) 
     if kind == types.MXFP4 and "ffn_" not in name:
         # As llama.cpp does: most weights of models in MXFP4 are in feed-forward layers.
         kind = types.Q8_0
-    return types.F16 if shape[-1] % library.GGML_QUANT_SIZES[kind][0] else kind
+    block = library.GGML_QUANT_SIZES[kind][0]
+    # With one block a row, llama.cpp's kernels for AMX compute other products, up to NaN. They compute no experts.
+    is_short = len(shape) == 2 and shape[-1] == block > 1
+    return types.F16 if is_short or shape[-1] % block else kind
 
 
 # k-quants

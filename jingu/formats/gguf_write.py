@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from jingu.checkpoint.mapped_files import expect_read
-from jingu.checkpoint.shards import tensor_bytes
+from jingu.checkpoint.shards import has_nan_or_infinity, tensor_bytes
 from jingu.runtime.device import make_worker_threads
 from jingu.runtime.gpus import num_usable_cores
 
@@ -56,8 +56,10 @@ class OutputTensor:
     read: Callable[[], Iterator[Tensor]]
 
 
-def write_gguf(file: Path, metadata: Mapping[str, Any], tensors: Sequence[OutputTensor], library: ModuleType) -> None:
-    """Write a GGUF file. One part of a tensor at a time is in memory.
+def write_gguf(
+    file: Path, metadata: Mapping[str, Any], tensors: Sequence[OutputTensor], library: ModuleType
+) -> list[str]:
+    """Write a GGUF file; return names of tensors with NaN or infinity. One part of a tensor at a time is in memory.
 
     Args:
         metadata: values of 32 bits, texts, and lists. An empty list is left out, since its type is unknown.
@@ -78,9 +80,13 @@ def write_gguf(file: Path, metadata: Mapping[str, Any], tensors: Sequence[Output
         os.truncate(out.fileno(), len(header) + size)
         _write_at(out.fileno(), memoryview(header), 0)
         with _RowWriter(out.fileno(), max(tensor.shape[-1] for tensor in tensors), library) as writer:
-            for tensor, begin in zip(tensors, begins, strict=True):
-                _write_tensor(writer, len(header) + begin, tensor, library)
+            broken = [
+                tensor.name
+                for tensor, begin in zip(tensors, begins, strict=True)
+                if not _write_tensor(writer, len(header) + begin, tensor, library)
+            ]
             writer.finish()
+    return broken
 
 
 def _round_up(size: int) -> int:
@@ -184,26 +190,30 @@ class _RowWriter:
         self._pool.shutdown()
         self._flusher.shutdown()
 
-    def write(self, rows: Tensor, kind: Any, begin: int, row_bytes: int) -> None:
-        """Write rows [R, C] from a position on. Raises OSError."""
+    def write(self, rows: Tensor, kind: Any, begin: int, row_bytes: int) -> bool:
+        """Write rows [R, C] from a position on; return whether all elements are finite. Raises OSError."""
         chunks = rows.split(max(1, _CHUNK // rows.shape[1]))
         positions = range(begin, begin + len(rows) * row_bytes, len(chunks[0]) * row_bytes)
         # Writes to one file wait for each other, so that copies gain nothing by further threads.
         threads = 1 if _FLOATS.get(kind.name) == rows.dtype else min(len(self._buffers), len(chunks))
 
-        def write_share(number: int) -> None:
+        def write_share(number: int) -> bool:
+            is_finite = True
             for chunk, position in zip(chunks[number::threads], positions[number::threads], strict=True):
                 expect_read(chunk)
                 content = _row_bytes(chunk, kind, self._buffers[number], self._library)
+                is_finite = is_finite and not has_nan_or_infinity(content if content.is_floating_point() else chunk)
                 _write_at(self._descriptor, tensor_bytes(content), position)
+            return is_finite
 
-        list(self._pool.map(write_share, range(threads)))
+        shares = list(self._pool.map(write_share, range(threads)))
         self._unflushed_bytes += len(rows) * row_bytes
         if self._unflushed_bytes > _FLUSH_BYTES and (self._flush is None or self._flush.done()):
             self.finish()
             # The disk works while the next rows are converted.
             self._flush = self._flusher.submit(os.fdatasync, self._descriptor)
             self._unflushed_bytes = 0
+        return all(shares)
 
     def finish(self) -> None:
         """Wait until what was given to the disk is there. Raises OSError."""
@@ -211,19 +221,21 @@ class _RowWriter:
             self._flush.result()
 
 
-def _write_tensor(writer: _RowWriter, begin: int, tensor: OutputTensor, library: ModuleType) -> None:
-    """Write a tensor at a position of the file."""
+def _write_tensor(writer: _RowWriter, begin: int, tensor: OutputTensor, library: ModuleType) -> bool:
+    """Write a tensor at a position of the file; return whether all of its elements are finite."""
     columns = tensor.shape[-1]
     block, width = library.GGML_QUANT_SIZES[tensor.kind]
     row_bytes = columns // block * width
     end = begin + prod(tensor.shape[:-1]) * row_bytes
+    is_finite = True
     for part in tensor.read():
         rows = part.reshape(-1, row_bytes if part.dtype == torch.uint8 else columns)
-        writer.write(rows, tensor.kind, begin, row_bytes)
+        is_finite = writer.write(rows, tensor.kind, begin, row_bytes) and is_finite
         begin += len(rows) * row_bytes
     # The header is written already, so another number of elements would damage the file.
     if begin != end:
         raise ValueError(f"{tensor.name} has another size than {tensor.shape}")
+    return is_finite
 
 
 def _write_at(descriptor: int, content: memoryview, position: int) -> None:

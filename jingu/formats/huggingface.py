@@ -568,6 +568,24 @@ def read_model_json(
     return read_json(path, "Fetch the file again.")
 
 
+def report_broken_weights(names: Sequence[str], dtype: str, to: Path, *, check: bool) -> None:
+    """Report weights of an export that contain NaN or infinity. Raises JinguError if `check` is set.
+
+    Args:
+        names: theirs; empty: nothing is reported.
+        dtype: of the written weights.
+    """
+    problem = f"{len(names)} of the weights contain NaN or infinity in {dtype}: {', '.join(names)}."
+    if names and check:
+        raise JinguError(
+            problem,
+            where=to,
+            fix="Nothing was written. Use an earlier checkpoint, or another dtype if the weights are too large for it.",
+        )
+    if names:
+        log_warning(f"{to}: {problem}")
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object with transformers' indentation."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -549,6 +549,27 @@ def test_places_and_types(
     assert "the file exists already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "q8_0"])
+def test_nan_and_infinity_are_reported(
+    dtype: str, make_model: Callable[[str], Path], tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Path(shutil.copytree(make_model("llama"), tmp_path / "model"))
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = -torch.inf
+    # Too large for fp16, and its sum for fp32.
+    tensors["lm_head.weight"][:2] = torch.finfo(torch.float32).max
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    names = ["blk.1.ffn_up.weight", "output_norm.weight", *["output.weight"][: dtype == "fp16"]]
+    text = f"{len(names)} of the weights contain NaN or infinity in {dtype}: {', '.join(names)}."
+    file = tmp_path / "to" / "model.gguf"
+    assert main(["export", str(source), "--to", str(file), "--dtype", dtype, "--check"]) == 2
+    assert text in capsys.readouterr().err
+    assert not list(file.parent.iterdir())
+    assert main(["export", str(source), "--to", str(file), "--dtype", dtype]) == 0
+    assert f"{file}: {text}" in caplog.text and file.is_file()
+
+
 @needs_llama_cpp
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
@@ -589,6 +610,29 @@ def test_the_check_knows_that_llama_cpp_does_not_normalize(make_model: Callable[
 def test_llama_cpp_runs_small_types(name: str, dtype: str, make_model: Callable[[str], Path], tmp_path: Path) -> None:
     """It stops the process where a tensor has a type that it does not compute with."""
     assert main(["export", str(make_model(name)), "--to", str(tmp_path / "a.gguf"), "--dtype", dtype, "--check"]) == 0
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_llama_cpp_opens_a_file_that_is_named_after_phi3(make_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """It concludes from the name that the tokenizer is that of Phi-3."""
+    file = tmp_path / "my-Phi-3.5.gguf"
+    assert main(["export", str(make_model("phi3")), "--to", str(file), "--check"]) == 0
+    assert gguf.GGUFReader(file).fields["general.name"].contents() == "my-Phi 3.5"
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [32, 64])
+def test_llama_cpp_computes_with_few_columns(size: int, tmp_path: Path) -> None:
+    """Its kernels for AMX compute other products where a row has one block."""
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "intermediate_size": size})).save_pretrained(
+        tmp_path / "model"
+    )
+    train_tokenizer(iter(["text " * 50]), 300, ["<|endoftext|>"]).save(tmp_path / "model")
+    for dtype in ("q8_0", "q4_0", "q4_1", "q5_0", "mxfp4"):
+        file = tmp_path / f"{dtype}.gguf"
+        assert main(["export", str(tmp_path / "model"), "--to", str(file), "--dtype", dtype, "--check"]) == 0
 
 
 @needs_llama_cpp
