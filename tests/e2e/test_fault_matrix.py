@@ -209,7 +209,12 @@ class Pods(Launched):
         os.close(descriptor)
 
     def pods(self) -> list[psutil.Process]:
-        return [process for process in self.processes() if process.cmdline()[1:] == ["-m", "jingu.launch.node"]]
+        pods = []
+        for process in self.processes():
+            with suppress(psutil.Error):
+                if process.cmdline()[1:] == ["-m", "jingu.launch.node"]:
+                    pods.append(process)
+        return pods
 
     def preempt(self) -> None:
         """Kubernetes drains the node of the last pod."""
@@ -371,8 +376,15 @@ def test_a_loss_while_the_ranks_connect_is_no_error_of_a_person(launched, fault)
     if isinstance(launched, Local) and fault == "lost node":
         pytest.skip("this machine is the node")
     launched.start()
-    wait_until(lambda: len(launched.ranks()) == RANKS, launched.read)
-    first, last = launched.ranks()
+    ranks: list[psutil.Process] = []
+
+    def have_started() -> bool:
+        with suppress(psutil.Error):  # programs that end while the launcher starts
+            ranks[:] = launched.ranks()
+        return len(ranks) == RANKS
+
+    wait_until(have_started, launched.read)
+    first, last = ranks
     first.suspend()
     wait_until(lambda: listens(last), launched.read)
     plant(launched)
