@@ -588,6 +588,39 @@ def test_llama_cpp_computes_the_same(name: str, make_model: Callable[[str], Path
     assert [next(generated) for _ in range(100)] == expected[3:]
 
 
+LONG_TEXTS = ["llama", "qwen3", "gemma3_text", "qwen3_moe", "granitemoehybrid", "phi3", "olmo2", "granite"]
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", LONG_TEXTS)
+def test_llama_cpp_generates_the_same_200_tokens(
+    name: str, dtype: str, make_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    import llama_cpp
+
+    source = Path(shutil.copytree(make_model(name), tmp_path / "model"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    file = tmp_path / "model.gguf"
+    assert main(["export", str(source), "--to", str(file), "--dtype", dtype]) == 0
+    opened = llama_cpp.Llama(str(file), n_ctx=256, verbose=False, n_threads=1, type_k=0, type_v=0, flash_attn=False)
+    decoder = load_model(open_model(file), torch.float32)
+    # Varied prompts, since random models repeat themselves.
+    distinct: set[int] = set()
+    for start in (3, 5, 9):
+        prompt = [start * number**2 % 317 for number in range(50)]
+        generated = opened.generate(prompt, temp=0.0)
+        ids = prompt + [next(generated) for _ in range(200)]
+        distinct |= set(ids[50:])
+        # What jingu chooses after each token of a text that it would have generated up to there.
+        with torch.inference_mode():
+            logits = decoder.logits(decoder(Inputs(torch.tensor([ids[:-1]]))))[0, 49:]
+        assert ids[50:] == logits.argmax(-1).tolist()
+    assert len(distinct) > 20
+
+
 @needs_llama_cpp
 @pytest.mark.slow
 def test_the_check_knows_that_llama_cpp_does_not_normalize(make_model: Callable[[str], Path], tmp_path: Path) -> None:
