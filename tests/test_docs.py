@@ -119,6 +119,14 @@ def test_tables_keep_their_columns(document: Path) -> None:
     assert re.findall(r"<[a-z][^>]*>", text) == [], "Markdown would treat it as markup"
 
 
+def test_no_text_has_marks_of_a_merge_conflict() -> None:
+    """Files of code and tables would not be parsed with them; documents, examples and scripts would be published."""
+    files = [*DOCUMENTS, *(path for folder in ("docker", "examples") for path in (ROOT / folder).rglob("*"))]
+    texts = {path: path.read_bytes() for path in files if path.is_file()}
+    assert [path for path, text in texts.items() if re.search(rb"^(<{7}|>{7}) ", text, re.MULTILINE)] == []
+    assert len(texts) > 50
+
+
 @pytest.mark.parametrize("name", ["configuration", "families", "protocols"])
 def test_generated_pages_are_up_to_date(name: str) -> None:
     guides = ROOT / "docs" / "guides"
