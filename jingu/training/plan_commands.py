@@ -300,11 +300,20 @@ def _served_bytes(query: PlanQuery, spec: ModelSpec) -> float:
     if (query.gpus or 1) > 1:
         what = f"matrices in their stored form cannot be divided over {query.gpus} GPUs."
         raise JinguError(what, where="--gpus", fix="Set it to 1, or choose another tune.quantization.")
+    _check_folder(query.target)
     from jingu.formats.models import open_model
     from jingu.formats.stored_model import served_bytes
 
     model = open_model(Path(query.target).expanduser())
     return served_bytes(model, SERVED_BYTES["bf16"]) / count_parameters(spec, parameter_sizes(spec)).total
+
+
+def _check_folder(target: str) -> None:
+    """Raise JinguError unless a target is a folder, whose files have matrices in their stored form."""
+    if not Path(target).expanduser().is_dir():
+        what = f"{target} is no folder with a model's files, whose size matrices in their stored form have."
+        fix = "Name a Hugging Face folder, or choose another form, such as int4."
+        raise JinguError(what, where="tune.quantization=stored", fix=fix)
 
 
 def _fit(query: PlanQuery, *, as_json: bool) -> int:
@@ -512,8 +521,9 @@ def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanReque
     initialize = config.initialize.model_copy(update={"from_": config.initialize.from_ or target})
     with_model = config.model_copy(update={"initialize": initialize})
     spec = _add_tuning(spec.model_copy(update={"max_position_embeddings": longest}), with_model)
-    # The size of matrices in their stored form is that of the model's files.
-    config = with_model if spec.quantization == "stored" else config
+    if spec.quantization == "stored":
+        _check_folder(target)
+        config = with_model
     has_layout = any(word.startswith("parallel.") for word in overrides)
     batch = config.batch
     assumptions = [f"{batch.global_batch_size:,} sequences of {batch.sequence_length:,} tokens per step"]

@@ -54,3 +54,9 @@ def test_adapters_of_a_stored_base_are_planned(form: str, tmp_path: Path, capsys
     parts = {part.data_ptr(): part.nbytes for weight in matrices for part in weight.parts()}
     saving = sum(2 * weight.shape.numel() for weight in matrices) - sum(parts.values())
     assert plans["null"] - plans["stored"] == pytest.approx(saving, rel=1e-9)
+
+
+@pytest.mark.parametrize("settings", [["--serve"], ["tune.type=lora"]])
+def test_a_preset_has_no_stored_form(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-3-8b", "--on", "h100", "--gpus", "1", *settings, "tune.quantization=stored"]) == 2
+    assert "llama-3-8b is no folder with a model's files" in capsys.readouterr().err
