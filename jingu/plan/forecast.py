@@ -346,10 +346,12 @@ def describe_rejection(result: SearchResult, reason: str) -> str:
     """Return a reason for which layouts were rejected, with an example."""
     example = result.examples.get(reason, "")
     if reason == "out of memory":
-        kind, (short, layout) = "nearest", result.nearest
-        if isinf(short):
-            kind, (short, layout) = "nearest, by its activations alone,", result.smallest
-        example = f"the {kind} is short by {short / 2**30:,.1f} GiB: {layout}"
+        missing_bytes, layout = result.nearest
+        example = f"the nearest layout is short by {format_bytes(missing_bytes)} per rank: {layout}"
+        if isinf(missing_bytes):
+            excess_bytes, layout = result.smallest
+            size = format_bytes(excess_bytes)
+            example = f"the activations alone exceed the memory of a rank by {size}, in the nearest layout: {layout}"
     return f"{reason}: {example}"
 
 
