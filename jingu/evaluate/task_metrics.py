@@ -398,8 +398,8 @@ def _check_aggregation(task: TaskSettings, metric: Options) -> None:
     # What a task's own metric gives is known only when it runs.
     if callable(name):
         return
-    result_kind, read = (_read_kind(key) for key in (name, aggregation))
-    if result_kind != read or (aggregation in CORPUS_METRICS and aggregation != name):
+    result_kind, input_kind = (_read_kind(key) for key in (name, aggregation))
+    if result_kind != input_kind or (aggregation in CORPUS_METRICS and aggregation != name):
         fits = [key for key in known_names if _read_kind(key) == result_kind and (key in AGGREGATIONS or key == name)]
         what = f"the aggregation {aggregation} does not fit the metric {name}, which gives {result_kind}."
         raise task.error(what, f"Leave it out, or use {join_words(fits)}.")

@@ -37,7 +37,7 @@ _TRIALS = 3
 # Rounds in which each node is paired with another one. One slow pair does not show which of its nodes is at fault; a
 # second round with other partners does.
 _ROUNDS = 3
-# Slow pairs are measured again so many times: other programs may have had the cores for a moment.
+# While a pair is slow, all are measured again, at most so often: other programs may have had the cores for a moment.
 _REPEATS = 2
 # Bus bandwidth in GB/s (as in nccl-tests) of the groups of a mesh axis, by their ranks.
 GroupRates = Mapping[tuple[int, ...], float]
@@ -91,8 +91,8 @@ def check_network(
     for _ in range(_REPEATS):
         if not find_slow(rates):
             break
-        again = _measure_pairs(ranks, leaders, names)
-        rates = {pair: max(rate, again[pair]) for pair, rate in rates.items()}
+        repeat_rates = _measure_pairs(ranks, leaders, names)
+        rates = {pair: max(rate, repeat_rates[pair]) for pair, rate in rates.items()}
     slow = find_slow(rates)
     for name in names:
         rank_rates = [rate for pair, rate in rates.items() if name in pair]

@@ -72,7 +72,7 @@ class SearchResult:
         conflicts: cached results of `_conflict`; settings: cached results of `_change`; loads: cached loads of
             schedules; data_times: cached collectives of a stage.
         nearest: the layout that is short of the least memory: missing bytes and description.
-        smallest: the same of activations alone, of layouts that need not be estimated for it.
+        smallest: the same for activations alone, of layouts that are rejected by these before they are estimated.
     """
 
     best: list[Plan]
@@ -94,23 +94,23 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _Load:
-    """What a schedule with a number of micro-batches costs, whatever a micro-batch is.
+    """What a schedule with a number of micro-batches costs, for micro-batches of any size.
 
     Attributes:
-        wait: lower bound of the time of a step, relative to the computation.
+        slowdown: lower bound of the time of a step, relative to the computation.
         stages: of each distinct stage, the kinds of blocks with their number times that of micro-batches in flight.
     """
 
-    wait: float
+    slowdown: float
     stages: tuple[tuple[tuple[BlockSizes, float], ...], ...]
 
-    def num_bytes(self, stored: dict[BlockSizes, float]) -> float:
+    def num_bytes(self, block_bytes: dict[BlockSizes, float]) -> float:
         """Return a lower bound of the activations of the fullest rank.
 
         Args:
-            stored: bytes that a block of each kind stores of a micro-batch.
+            block_bytes: bytes that a block of each kind stores of a micro-batch.
         """
-        return max(sum(stored[block] * number for block, number in stage) for stage in self.stages)
+        return max(sum(block_bytes[block] * number for block, number in stage) for stage in self.stages)
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _cells(base: Workload, ranks: int, rows: int, machine: Machine, result: Sear
             if key not in memory:
                 work = replace(base, sizes=sizes, parallel=settings, micro_batch=micro, checkpointing=checkpointing)
                 whole = max(block_activations(block, work)[0] for block in dict.fromkeys(base.model.blocks))
-                memory[key] = (whole, min(_stored_bytes(work).values()))
+                memory[key] = (whole, min(_block_bytes(work).values()))
             # Some rank has this many blocks, and the backward pass of each block needs all of its activations.
             short = max(memory[key][0], blocks * memory[key][1]) - usable
             if short > 0:
@@ -336,7 +336,7 @@ def _search_cell(
     schedules = _schedules(pipeline, (spec.num_encoder_layers or 0) + spec.num_layers)
     usable = machine.usable_bytes / memory_margin(machine)
     sizes = AxisSizes(pipeline, 1, cell.data, context, tensor, expert)
-    stored = _stored_bytes(_layout(base, cell, sizes, first))
+    block_bytes = _block_bytes(_layout(base, cell, sizes, first))
     plans: list[Plan] = []
     for schedule, stages in [("1f1b", "auto")] if first_only else schedules:
         place = (pipeline, schedule, stages, cell.accumulation)
@@ -345,15 +345,15 @@ def _search_cell(
             continue
         # 1. What does not depend on ZeRO: bounds of time and memory, validity.
         load = result.loads.get(place)
-        if load is not None and (cell.bound * load.wait > limit or load.num_bytes(stored) > usable):
-            result.rejections["out of memory"] += cell.bound * load.wait <= limit
+        if load is not None and (cell.bound * load.slowdown > limit or load.num_bytes(block_bytes) > usable):
+            result.rejections["out of memory"] += cell.bound * load.slowdown <= limit
             continue
         settings = _change(first, result, pipeline_schedule=schedule, stages_per_rank=stages)
         work = _layout(base, cell, sizes, settings)
-        wait = 1 + _idle_bound(work, machine) / cell.accumulation
-        if cell.bound * wait > limit or not _is_valid(work, key, result):
+        slowdown = 1 + _idle_bound(work, machine) / cell.accumulation
+        if cell.bound * slowdown > limit or not _is_valid(work, key, result):
             continue
-        result.loads[place] = _Load(wait, tuple(_in_flight(work, stage) for stage in work.stages))
+        result.loads[place] = _Load(slowdown, tuple(_in_flight(work, stage) for stage in work.stages))
         times = _cell_time(work, cell, machine, result)
         if times is None or times.seconds > limit:
             continue
@@ -434,7 +434,7 @@ def _change(settings: ParallelSettings, result: SearchResult, **update: object) 
     return result.settings[key]
 
 
-def _stored_bytes(work: Workload) -> dict[BlockSizes, float]:
+def _block_bytes(work: Workload) -> dict[BlockSizes, float]:
     """Return the least that a block of each kind stores of a micro-batch, in bytes."""
     position = {"none": 0, "selective": 1, "full": 2}[work.checkpointing.type]
     return {block: block_activations(block, work)[position] for block in dict.fromkeys(work.model.blocks)}

@@ -69,16 +69,16 @@ def find_restart(code: int) -> Restart:
     return next((row.restart for row in EXIT_CODES if row.code == str(code)), Restart.COUNTED)
 
 
-def exit_code_of(returncode: int, forwarded: Collection[int] = ()) -> int:
+def exit_code_of(returncode: int, stop_signals: Collection[int] = ()) -> int:
     """Return the exit code for a return code of `subprocess`, in which a signal is a negative number.
 
     Args:
-        forwarded: signals by which the launcher was asked to stop, and which it has sent to the rank. They kill a rank
-            that does not handle them yet, and has nothing to save.
+        stop_signals: signals by which the launcher was asked to stop, and which it has sent to the rank. They kill a
+            rank that does not handle them yet, and has nothing to save.
     """
     if returncode == -WATCHDOG_SIGNAL:
         return EXIT_STALLED
-    if -returncode in forwarded:
+    if -returncode in stop_signals:
         return EXIT_INTERRUPTED if -returncode == signal.SIGINT else EXIT_PREEMPTED
     return _SIGNALED - returncode if returncode < 0 else returncode
 

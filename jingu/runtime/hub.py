@@ -298,8 +298,8 @@ def _explain(error: Exception, name: HubName) -> JinguError:
     from huggingface_hub.errors import HfHubHTTPError
 
     # Some releases of modelscope raise an error of `requests` from their own.
-    both = [error] if error.__cause__ is None else [error, error.__cause__]
-    kinds = {kind.__name__ for each in both for kind in type(each).mro()}
+    errors = [error] if error.__cause__ is None else [error, error.__cause__]
+    kinds = {kind.__name__ for each in errors for kind in type(each).mro()}
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
     causes = _ERRORS[name.service]
     cause = next(row for row in causes if kinds & {*row["errors"]} and status in row.get("status", [status]))

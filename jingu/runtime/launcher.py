@@ -165,16 +165,16 @@ def _watch(
     """
     deadline = math.inf
     last_codes: list[int | None] = [None] * len(children)
-    forwarded: set[int] = set()
+    stop_signals: set[int] = set()
     while True:
         while pending_signals:
             number = pending_signals.pop(0)
             deadline = min(deadline, time.monotonic() + stop_seconds)
-            forwarded.add(number)
+            stop_signals.add(number)
             for child in children:
                 child.send_signal(number)  # does nothing if the child has exited
         returncodes = [child.poll() for child in children]
-        codes = [None if returncode is None else exit_code_of(returncode, forwarded) for returncode in returncodes]
+        codes = [None if returncode is None else exit_code_of(returncode, stop_signals) for returncode in returncodes]
         for child, code, previous in zip(children, codes, last_codes, strict=True):
             if code is not None and previous is None:
                 os.write(exits, f"{child.pid} {code}\n".encode())
