@@ -1,8 +1,8 @@
 """Watch the other ranks while all of them connect. Without it, gloo waits for a lost rank for most of an hour.
 
 Each rank writes a count into the store of the rendezvous every few seconds. The first rank reads the counts of all
-ranks, and the others only that of the first one, so that the traffic grows with the number of ranks. During training,
-the watchdog watches instead (`jingu.watch`).
+ranks, and the others only that of the first one, so that the traffic grows only linearly with their number. During
+training, the watchdog watches instead (`jingu.watch`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jingu.runtime.exit_codes import EXIT_LOST, EXIT_STALLED
 BEAT_SECONDS = 5.0
 # A rank whose count has not changed for so long is lost or hangs. A busy machine must not look like that.
 SILENT_SECONDS = 60.0
-# How long ranks may take to appear.
+# How long ranks may take to write their first count: imports from a network file system may take minutes.
 START_SECONDS = 600.0
 # A machine that does not answer for so long is unreachable.
 _REACH_SECONDS = 5.0
@@ -63,14 +63,14 @@ class PeerWatch:
         self._rank = rank
         self._world = world
         self._address = address
+        # Time is counted in polls of this rank: it stands still while this rank is suspended, perhaps with all others.
         self._count = 0
-        self._start = time.monotonic()
-        # The last value of each rank, and when it was first seen.
+        # The last value of each rank, and the poll that first read it.
         self._values: dict[int, str] = {}
-        self._times: dict[int, float] = {}
+        self._polls: dict[int, int] = {}
 
     def poll(self) -> Verdict | None:
-        """Say that this rank is there, and read what the others say. Returns why they cannot connect, if so."""
+        """Write this rank's count, and read those of the others. Return why the ranks cannot connect, if so."""
         self._count += 1
         self._store.set(f"beat-{self._rank}", f"{self._count} {self._address} {socket.gethostname()}")
         self.read(range(1, self._world) if self._rank == 0 else [0])
@@ -82,25 +82,25 @@ class PeerWatch:
         return verdict
 
     def read(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Read what other ranks say; return it by their numbers."""
+        """Read the values of other ranks; return the last ones by rank."""
         present = [rank for rank in ranks if self._store.check([f"beat-{rank}"])]
         values = self._store.multi_get([f"beat-{rank}" for rank in present]) if present else []
         for rank, value in zip(present, values, strict=True):
             if self._values.get(rank) != value.decode():
-                self._values[rank], self._times[rank] = value.decode(), time.monotonic()
+                self._values[rank], self._polls[rank] = value.decode(), self._count
         return dict(self._values)
 
     def _judge(self) -> Verdict | None:
-        now = time.monotonic()
-        silent = [rank for rank, begin in sorted(self._times.items()) if now - begin > SILENT_SECONDS]
+        seconds = {rank: (self._count - poll) * BEAT_SECONDS for rank, poll in sorted(self._polls.items())}
+        silent = [rank for rank, silence in seconds.items() if silence > SILENT_SECONDS]
         if silent:
             _, address, host = self._values[silent[0]].split(" ")
             name = f"rank {silent[0]} ({host}) has been silent for {SILENT_SECONDS:.0f} s while the ranks connect"
             if _answers(address):
                 return Verdict(f"{name}: it hangs, or has ended.", silent, EXIT_STALLED)
             return Verdict(f"{name}, and its node cannot be reached.", silent, EXIT_LOST)
-        absent = [rank for rank in range(self._world) if rank not in self._times and rank != self._rank]
-        if self._rank == 0 and absent and now - self._start > START_SECONDS:
+        absent = [rank for rank in range(self._world) if rank not in self._polls and rank != self._rank]
+        if self._rank == 0 and absent and self._count * BEAT_SECONDS > START_SECONDS:
             names = f"rank {absent[0]}" + (f" and {pluralize(len(absent) - 1, 'other')}" if absent[1:] else "")
             return Verdict(f"{names} did not start within {START_SECONDS / 60:.0f} minutes.", absent, EXIT_STALLED)
         return None
@@ -118,7 +118,7 @@ def _answers(address: str) -> bool:
 
 
 def all_peers_are_alive(store: Any, world: int) -> bool:
-    """Return whether all ranks say now that they are there."""
+    """Return whether the counts of all ranks increase now."""
     watch = PeerWatch(store, -1, world, "")
     end = time.monotonic() + 3 * BEAT_SECONDS
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -31,12 +32,20 @@ def test_ranks_that_go_on_are_alive_and_one_that_does_not_is_the_cause(ranks, mo
     monkeypatch.setattr(peer_watch, "SILENT_SECONDS", 60.0)
     assert [rank.poll() for rank in ranks] == [None] * 3
     monkeypatch.setattr(peer_watch, "SILENT_SECONDS", 0.0)
+    assert ranks[0].poll() is None  # the counts of the others have changed
     verdict = ranks[0].poll()
     assert verdict.ranks == [1, 2] and verdict.code == EXIT_STALLED
     assert verdict.sentence.startswith("rank 1 (") and "it hangs, or has ended" in verdict.sentence
     # The others learn it from the store, and say nothing.
     monkeypatch.setattr(peer_watch, "SILENT_SECONDS", 60.0)
     assert ranks[2].poll() == ("", [], EXIT_STALLED)
+
+
+def test_ranks_that_were_suspended_together_do_not_blame_each_other(ranks, monkeypatch):
+    """Slurm suspends a job as a whole; the first rank that continues still reads the counts from before."""
+    assert [rank.poll() for rank in [*ranks, ranks[0]]] == [None] * 4
+    monkeypatch.setattr(peer_watch, "time", Mock(monotonic=Mock(return_value=time.monotonic() + 3600)))
+    assert [rank.poll() for rank in ranks] == [None] * 3
 
 
 def test_a_node_that_cannot_be_reached_is_lost(ranks, monkeypatch):
