@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from types import ModuleType
 from unittest.mock import patch
 
 from bench.planning import measurements, sample, summary, time_errors
 from bench.planning_rows import FOLDER, Case, read_cases
-from jingu.plan import step_time
+from jingu.plan import collectives, step_time
 from jingu.plan.calibration import fit_efficiency
 from jingu.plan.step_time import StageTime
 from jingu.plan.workload import Stage
@@ -23,17 +24,20 @@ def _by(case: Case, **software: object) -> Case:
     return replace(case, work=replace(case.work, software=replace(case.work.software, **software)))  # type: ignore[arg-type]
 
 
-# Terms of the model of time: what stands in the place of each, as a change of the rows or of functions of `step_time`.
-TERMS: dict[str, tuple[Callable[[Case], Case] | None, dict[str, object]]] = {
+# Terms of the model of time: what stands in the place of each, as a change of the rows or of functions of a module.
+TERMS: dict[str, tuple[Callable[[Case], Case] | None, dict[tuple[ModuleType, str], object]]] = {
     "all terms": (None, {}),
     "no waves of tiles": (lambda case: _on(case, multiprocessors=0), {}),
     "no shortest time of kernels, no launches": (lambda case: _by(case, kernels=0.0, expert_kernels=0.0), {}),
     "no limit of power": (lambda case: _on(case, sustained=1.0), {}),
     "a loss that moves each logit a few times": (lambda case: _by(case, logit_traffic=16.0), {}),
     "whole hidden states between stages": (lambda case: _by(case, splits_sends=False), {}),
-    "no contention of overlapping communication": (None, {"CONTENTION": 0.0}),
-    "rings without latency": (None, {"_ring_latency": lambda group, machine: 0.0}),
-    "stages of equal length": (None, {"_idle_seconds": lambda times, time, travel: _even_idle(times, travel)}),
+    "no contention of overlapping communication": (None, {(step_time, "CONTENTION"): 0.0}),
+    "rings without latency": (None, {(collectives, "_ring_latency"): lambda group, machine: 0.0}),
+    "stages of equal length": (
+        None,
+        {(step_time, "_idle_seconds"): lambda times, time, travel: _even_idle(times, travel)},
+    ),
 }
 
 
@@ -52,8 +56,8 @@ def run(_argument: str = "") -> str:
     for name, (change, patches) in TERMS.items():
         changed = [change(case) if change else case for case in cases]
         with ExitStack() as stack:
-            for target, value in patches.items():
-                stack.enter_context(patch.object(step_time, target, value))
+            for (module, attribute), value in patches.items():
+                stack.enter_context(patch.object(module, attribute, value))
             _forget()
             efficiency = fit_efficiency(measurements(sample(changed)))
             means = [summary(time_errors([c for c in changed if c.table == table], efficiency))[0] for table in tables]
@@ -63,7 +67,7 @@ def run(_argument: str = "") -> str:
 
 
 def _forget() -> None:
-    """Clear the caches of `step_time`, whose functions may have been replaced."""
+    """Clear the caches of `step_time`, whose results depend on the functions that have been replaced."""
     for function in vars(step_time).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()

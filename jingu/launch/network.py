@@ -28,8 +28,8 @@ from jingu.launch.node_checks import (
     run_check,
 )
 from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
+from jingu.plan.collectives import Neighbors, ring_seconds
 from jingu.plan.machine import find_gpu
-from jingu.plan.step_time import Neighbors, ring_seconds
 from jingu.runtime.device import device_module, device_name
 from jingu.runtime.ranks import RankInfo, all_ranks_agree, find_ranks_that_share, gather_from_all
 

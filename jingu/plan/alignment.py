@@ -13,11 +13,12 @@ from typing import Literal
 
 from jingu.infer.kv_cache import MAX_MEMORY_SHARE
 from jingu.model.spec import ModelSpec
+from jingu.plan.collectives import Neighbors, ring_seconds
 from jingu.plan.forecast import Forecast
 from jingu.plan.machine import Machine
 from jingu.plan.memory import RankMemory, fullest_stage
 from jingu.plan.serving import cache_bytes, decode_seconds, prompt_seconds
-from jingu.plan.step_time import Neighbors, ring_seconds, stage_time, step_time
+from jingu.plan.step_time import stage_time, step_time
 from jingu.plan.workload import Workload, model_sizes, num_parameters
 
 
