@@ -349,9 +349,8 @@ def describe_rejection(result: SearchResult, reason: str) -> str:
         missing_bytes, layout = result.nearest
         example = f"the nearest layout is short by {format_bytes(missing_bytes)} per rank: {layout}"
         if isinf(missing_bytes):
-            excess_bytes, layout = result.smallest
-            size = format_bytes(excess_bytes)
-            example = f"the activations alone exceed the memory of a rank by {size}, in the nearest layout: {layout}"
+            excess, layout = result.smallest
+            example = f"the activations alone exceed a rank's memory by {format_bytes(excess)} or more: {layout}"
     return f"{reason}: {example}"
 
 
