@@ -163,7 +163,7 @@ def _as_llama_cpp(model: StoredModel, to: Path) -> StoredModel:
         read = normalize_head(read)
     if spec.mtp_layers:
         log_info(f"{to}: the layers of multi-token prediction are left out, which llama.cpp does not use.")
-        spec = spec.model_copy(update={"mtp_layers": 0})
+        spec = spec.without_predictions()
     if spec.tie_word_embeddings and ARCHITECTURES[find_architecture(spec, to)].get("needs_head"):
         spec, read = spec.model_copy(update={"tie_word_embeddings": False}), _copy_embedding(read)
     return replace(model, spec=spec, read=read)

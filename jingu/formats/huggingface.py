@@ -119,7 +119,7 @@ def open_from_config(
     further = [entry.hf_name for entry in untied_map if next(iter(entry.jingu_shapes)).startswith("mtp.")]
     if further and not any(name in weights.shapes for name in further):
         # transformers leaves these layers out, whatever the config says.
-        spec = spec.model_copy(update={"mtp_layers": 0})
+        spec = spec.without_predictions()
         untied_map = map_names(spec.model_copy(update={"tie_word_embeddings": False}))
     if spec.tie_word_embeddings and not spec.score_head:
         spec, weights = _resolve_tied_head(spec, weights, untied_map, where)

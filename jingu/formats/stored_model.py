@@ -160,7 +160,7 @@ def stored_bytes(model: StoredModel, plain_bytes: float) -> float:
     Args:
         plain_bytes: bytes of a number in those that are not quantized.
     """
-    decoder, kept_bytes = _build_stored(model, "tune.quantization")
+    decoder, kept_bytes = _build_stored(model)
     shapes = parameter_shapes(decoder.spec)
     plain = {name: part.shape for name, part in decoder.named_parameters()}
     numbers, plain_numbers = (
@@ -180,15 +180,15 @@ def served_bytes(model: StoredModel, plain_bytes: float) -> float:
     Args:
         plain_bytes: bytes of a number in the parameters that are not quantized.
     """
-    decoder, kept_bytes = _build_stored(model, "tune.quantization")
+    decoder, kept_bytes = _build_stored(model)
     return kept_bytes + plain_bytes * sum(part.numel() for part in decoder.parameters())
 
 
-def _build_stored(model: StoredModel, where: str) -> tuple[Any, int]:
+def _build_stored(model: StoredModel) -> tuple[Any, int]:
     """Return a model without memory, but for its quantized matrices, and the bytes of these."""
     with torch.device("meta"):
-        decoder = build_model(model.spec.model_copy(update={"mtp_layers": 0, "mtp_loss_weight": 0.0}))
-    keep_stored(decoder, stored_matrices(model, torch.device("cpu"), where))
+        decoder = build_model(model.spec.without_predictions())
+    keep_stored(decoder, stored_matrices(model, torch.device("cpu"), "tune.quantization"))
     weights = [module for module in decoder.modules() if isinstance(module, StoredWeight)]
     # Matrices that one stored tensor holds share its parts.
     parts = {part.data_ptr(): part.nbytes for module in weights for part in module.parts()}

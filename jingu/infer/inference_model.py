@@ -154,8 +154,8 @@ def _open_without_predictions(
     """
     whole_model = _open_supported_model(path, ranks)
     has_layers = whole_model.spec.mtp_layers > 0 and ranks is None
-    spec = whole_model.spec.model_copy(update={"mtp_layers": 0, "mtp_loss_weight": 0.0})
-    return replace(whole_model, spec=spec), partial(_load_prediction_layer, whole_model) if has_layers else None
+    model = replace(whole_model, spec=whole_model.spec.without_predictions())
+    return model, partial(_load_prediction_layer, whole_model) if has_layers else None
 
 
 def _load_prediction_layer(stored_model: StoredModel, dtype: torch.dtype, device: torch.device) -> PredictionLayer:

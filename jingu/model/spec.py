@@ -350,6 +350,10 @@ class ModelSpec(Component):
         pattern = {"layer_kinds": {}, "layer_pattern": (), "num_layers": num_layers, "mtp_kind": None}
         return self.model_copy(update={**fields, **encoder, **pattern})
 
+    def without_predictions(self) -> ModelSpec:
+        """Return the spec of the model without its layers of multi-token prediction."""
+        return self.model_copy(update={"mtp_layers": 0, "mtp_loss_weight": 0.0})
+
     def select_layers(self, numbers: Sequence[int]) -> ModelSpec:
         """Return the spec of a model with copies of these layers."""
         pattern = tuple(self.layer_pattern[number] for number in numbers) if self.layer_pattern else ()

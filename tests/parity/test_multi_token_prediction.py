@@ -13,10 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 from jingu.errors import JinguError
+from jingu.formats.description import build_config
 from jingu.formats.export import export_hf
 from jingu.formats.huggingface import open_hf
 from jingu.formats.stored_model import load_model
+from jingu.model.families import FAMILIES
 from jingu.model.inputs import Inputs
+from jingu.model.spec import replace_fields
 from jingu.text.tokenizer_training import train_tokenizer
 from tests.parity import test_components as components
 from tests.parity.expert_configs import EXPERT_CONFIGS
@@ -159,6 +162,32 @@ def test_files_without_them_or_with_unknown_ones(tmp_path: Path) -> None:
     save_file({**plain, "mtp.layers.0.norm.weight": torch.ones(48)}, tmp_path / "model.safetensors")
     with pytest.raises(JinguError, match=r"mtp\.layers\.0\.norm\.weight"):
         open_hf(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "mimo_v2_flash", "exaone_moe"])
+def test_a_config_of_layers_that_files_lack(name: str, tmp_path: Path) -> None:
+    """The model has none of them, nor their loss, and its config says so."""
+    written(name, tmp_path)
+    change(tmp_path, mtp_loss_weight=0.3)
+    assert open_hf(tmp_path).spec.mtp_loss_weight == 0.3
+    tensors = load_file(tmp_path / "model.safetensors")
+    body = {key: tensor for key, tensor in tensors.items() if "mtp." not in key}
+    body = {key: tensor for key, tensor in body.items() if not key.startswith(("model.layers.5.", "model.layers.6."))}
+    save_file(body, tmp_path / "model.safetensors")
+    model = open_hf(tmp_path)
+    assert model.spec.mtp_layers == 0
+    config = build_config(model.spec, model.config, torch.float32)
+    assert model.config.keys() <= config.keys()
+    family = FAMILIES[model.spec.family]
+    assert family.spec_from_hf(family.complete(config, is_part=False)) == model.spec
+
+
+@pytest.mark.parametrize(("name", "field"), [("mimo_v2_flash", "mtp_kind"), ("exaone_moe", "mtp_layers")])
+def test_layers_like_the_last_that_files_of_a_family_cannot_have(name: str, field: str) -> None:
+    family = FAMILIES[name]
+    family.hf_config(family.template)
+    with pytest.raises(JinguError, match=f"cannot express this model's {field}"):
+        family.hf_config(replace_fields(family.template, mtp_layers=1))
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,10 @@ class Family:
             # The model's own norm also serves outside of the layers.
             of_layers = {"layer_kinds", "layer_pattern", *LayerSpec.model_fields} - {"norm"}
             lost = [path for path in lost if path.partition(".")[0] not in of_layers]
+        # Without such layers, their kind means nothing.
+        lost = [path for path in lost if path != "mtp_kind"]
+        if spec.mtp_layers and back.prediction_layer != spec.prediction_layer:
+            lost.append("mtp_kind")
         if lost:
             raise JinguError(
                 f"Hugging Face's {self.architectures[0]} cannot express this model's {', '.join(lost)}.",

@@ -53,8 +53,8 @@ class LayerOptions:
         mixers: which layers have a mixer with a state instead of attention; None: the family has no such layers.
         shapes: how the shapes of layers differ; None: they do not.
         predictions: what the layers of multi-token prediction are: like the last layer (`last`), or with a dense
-            feed-forward and a window (`local`) or attention of the type in `mtp_layer_types` (`by_key`), which is also
-            their number.
+            feed-forward and a window (`local`) or attention of the type in `mtp_layer_types` (`by_key`). With the
+            latter there is one layer, unless `num_nextn_predict_layers` is 0.
         dense: which layers have a dense feed-forward instead of experts; None: the family has no such layers.
     """
 
@@ -167,17 +167,18 @@ class LayerOptions:
         window = config.get(self.window_key, self.default_window) if types[0] == self.local else 0
         if windows not in (None, [window]):
             raise unsupported_option("mtp_sliding_windows", windows, f"expected [{window}]")
-        return {"mtp_layers": 1, "mtp_kind": types[0] + _DENSE}
+        number = 0 if config.get("num_nextn_predict_layers") == 0 else 1
+        return {"mtp_layers": number, "mtp_kind": types[0] + _DENSE}
 
     def write_predictions(self, spec: ModelSpec) -> dict[str, Any]:
         """Return the keys of layers of multi-token prediction that are not like the last layer."""
         if self.predictions != "by_key":
             return {}
-        kind = spec.mtp_kind or ""
+        has_kind = spec.mtp_kind is not None
         return {
             "num_nextn_predict_layers": spec.mtp_layers,
-            "mtp_layer_types": [kind.removesuffix(_DENSE)] * spec.mtp_layers,
-            "mtp_sliding_windows": [spec.prediction_layer.attention.reach or 0] * spec.mtp_layers,
+            "mtp_layer_types": [str(spec.mtp_kind).removesuffix(_DENSE)] if has_kind else [],
+            "mtp_sliding_windows": [spec.prediction_layer.attention.reach or 0] if has_kind else [],
         }
 
     def write_type(self, layer: LayerSpec) -> str:
