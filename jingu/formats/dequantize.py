@@ -242,6 +242,11 @@ def look_up(bytes_OB: Tensor, table: Tensor) -> ReadRows:
     return read
 
 
+def signed_bytes(values_OB: Tensor) -> ReadRows:
+    """Return the function that reads rows of signed bytes as fp32."""
+    return lambda rows: values_OB[rows].float()
+
+
 def exponents(scale: Tensor) -> Tensor:
     """Return the powers of two of scales in E8M0, as torch's dtype or as bytes. Raises ValueError for NaN."""
     scale_bytes = scale.view(torch.uint8)

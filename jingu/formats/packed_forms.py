@@ -3,7 +3,7 @@
 - GPTQ (AutoGPTQ, GPTQModel) and AWQ (AutoAWQ): integers with several inputs (GPTQ) or outputs (AWQ) in a word.
 - FP8: DeepSeek-V3, transformers, FBGEMM, ModelOpt, compressed-tensors. Also matrices of all experts [E, O, I].
 - MXFP4: gpt-oss. Matrices of all experts as blocks [E, O, S, 16]; transformers' parameter is [E, I, O].
-- bitsandbytes (Dettmers et al., 2022 and 2023): nf4 and fp4, whose scales may be quantized again, and int8.
+- bitsandbytes: `bitsandbytes_forms.py`.
 - compressed-tensors: integers, NVFP4, MXFP4. NVFP4 of ModelOpt has other names.
 
 Shapes: O rows (outputs), I columns (inputs), S groups of columns that share a scale, W words, B bytes, E experts.
@@ -11,7 +11,6 @@ Shapes: O rows (outputs), I columns (inputs), S groups of columns that share a s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,28 +19,31 @@ import torch
 from torch import Tensor
 
 from jingu.errors import JinguError
+from jingu.formats.bitsandbytes_forms import BNB_4BIT, BNB_8BIT
 from jingu.formats.dequantize import (
     FP4_NUMBERS,
     FP8_NUMBERS,
     Codes,
     Groups,
-    ReadRows,
     code_table,
     exponents,
     integers,
     look_up,
+    signed_bytes,
     spread_bits,
     words_of_inputs,
     words_of_outputs,
 )
 from jingu.formats.packed_matrices import (
+    BYTES,
     FLOATS,
+    FP32,
+    INT8,
     Config,
     Locations,
     PackedForm,
     Parts,
     ReadPart,
-    dtype_name,
     expect,
     marks,
     matrix_shape,
@@ -50,8 +52,6 @@ from jingu.formats.safetensors import TensorLocation
 
 _FP8 = (torch.float8_e4m3fn,)
 _E8M0 = torch.float8_e8m0fnu
-_BYTES = (torch.uint8,)
-_INT8 = (torch.int8,)
 _INT32 = (torch.int32,)
 
 
@@ -249,15 +249,11 @@ def _bytes_with_scales(
 
     bytes_OI = weight.flatten(0, -2)
     if weight.dtype == torch.int8:
-        read_codes = _signed_bytes(bytes_OI)
+        read_codes = signed_bytes(bytes_OI)
     else:
         read_codes = look_up(bytes_OI.view(torch.uint8), code_table(FP8_NUMBERS))
     zero_OS = None if zero is None else expand(zero)
     return Codes(weight.shape, dtype, read_codes, expand(scale), groups, zero_OS)
-
-
-def _signed_bytes(values_OI: Tensor) -> ReadRows:
-    return lambda rows: values_OI[rows].float()
 
 
 def _fp8_problem(config: Config) -> str | None:
@@ -320,85 +316,6 @@ def _codes_of_modelopt(parts: Parts, _config: Config) -> Codes:
 
 def _unpacked_shape(code_bytes: Tensor | TensorLocation) -> torch.Size:
     return torch.Size((*code_bytes.shape[:-1], 2 * code_bytes.shape[-1]))
-
-
-# bitsandbytes
-
-
-def _quant_state(read: ReadPart, suffix: str) -> dict[str, Any]:
-    """Return the values that bitsandbytes stores as JSON in a tensor of bytes. Raises ValueError."""
-    try:
-        state = json.loads(bytes(read(suffix).tolist()))
-        values = {key: state[key] for key in ("blocksize", "shape", "dtype")}
-        sizes = [values["blocksize"], *values["shape"]]
-        if "nested_offset" in state:
-            values |= {"nested_blocksize": state["nested_blocksize"], "nested_offset": float(state["nested_offset"])}
-            sizes.append(values["nested_blocksize"])
-        if not all(isinstance(size, int) and size > 0 for size in sizes) or sizes[0] % 2:
-            raise ValueError(f"its sizes are {sizes}")
-        if values["dtype"] not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"its dtype is {values['dtype']!r}")
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{suffix.strip('.')} is damaged ({error})") from None
-    return values
-
-
-def _state_suffix(parts: Mapping[str, Any]) -> str:
-    suffix = next((suffix for suffix in parts if suffix.startswith(_STATE)), None)
-    if suffix is None:
-        raise ValueError(f"its tensor {_STATE}nf4 is missing")
-    return suffix
-
-
-def _bnb4_shape(parts: Locations, read: ReadPart, _config: Config) -> torch.Size:
-    state = _quant_state(read, _state_suffix(parts))
-    shape = torch.Size(state["shape"])
-    num_scales = -(-shape.numel() // state["blocksize"])
-    if parts[""].bytes != -(-shape.numel() // 2):
-        raise ValueError(f"it has {parts[''].bytes} bytes for a matrix {list(shape)}")
-    expect(parts, ".quant_map", (16,))
-    expect(parts, ".absmax", (num_scales,))
-    if ("nested_offset" in state) != (parts[".absmax"].dtype == torch.uint8):
-        raise ValueError(f"absmax is stored as {dtype_name(parts['.absmax'])}")
-    if "nested_offset" in state:
-        if ".nested_absmax" not in parts or ".nested_quant_map" not in parts:
-            raise ValueError("nested_absmax or nested_quant_map is missing")
-        expect(parts, ".nested_absmax", (-(-num_scales // state["nested_blocksize"]),))
-        expect(parts, ".nested_quant_map", (256,))
-    return shape
-
-
-def _codes_of_bnb4(parts: Parts, _config: Config) -> Codes:
-    state = _quant_state(parts.__getitem__, _state_suffix(parts))
-    shape = torch.Size(state["shape"])
-    absmax = parts[".absmax"]
-    if "nested_offset" in state:
-        size = state["nested_blocksize"]
-        nested = parts[".nested_absmax"].float().repeat_interleave(size)[: len(absmax)]
-        absmax = parts[".nested_quant_map"].float()[absmax.int()] * nested + state["nested_offset"]
-    # The blocks follow each other through all rows. Each one is a row of codes; the last one may be cut.
-    size = state["blocksize"]
-    code_bytes = parts[""].view(torch.uint8).flatten()
-    if len(code_bytes) % (size // 2):
-        code_bytes = torch.cat([code_bytes, code_bytes.new_zeros(-len(code_bytes) % (size // 2))])
-    read_codes = look_up(code_bytes.view(-1, size // 2), code_table(parts[".quant_map"], low_first=False))
-    return Codes(shape, getattr(torch, state["dtype"]), read_codes, absmax.unsqueeze(1), size, columns=size)
-
-
-def _bnb8_shape(parts: Locations, _read: ReadPart, _config: Config) -> torch.Size:
-    shape = matrix_shape(parts["weight"], "weight")
-    expect(parts, "SCB", (shape[0],), (shape[0], 1))
-    return shape
-
-
-def _codes_of_bnb8(parts: Parts, _config: Config) -> Codes:
-    if "weight_format" in parts and int(parts["weight_format"].max()):
-        raise ValueError(f"weight_format is {int(parts['weight_format'].max())}, and only rows (0) are known")
-    weight_OI = parts["weight"]
-    scale = parts["SCB"].reshape(-1, 1)
-    # The library multiplies by the reciprocal of 127 last.
-    read_codes, factor = _signed_bytes(weight_OI), 7.874015748698502e-3
-    return Codes(weight_OI.shape, torch.float32, read_codes, scale, weight_OI.shape[1], factor=factor)
 
 
 # compressed-tensors
@@ -504,12 +421,10 @@ def _compressed_problem(config: Config) -> str | None:
 
 # The table
 
-_STATE = ".quant_state.bitsandbytes__"
 _PACKED_FORMATS = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _FORMATS = (*_PACKED_FORMATS, "float-quantized", "int-quantized", "naive-quantized", "mixed-precision")
 _INDEX = (torch.int32, torch.int64)
 _FP8_SCALE = (*FLOATS, _E8M0, torch.uint8)
-_FP32 = (torch.float32,)
 
 GPTQ = PackedForm(
     "GPTQ",
@@ -525,7 +440,7 @@ AWQ = PackedForm(
 FP8 = PackedForm("FP8", {"": _FP8}, {"_scale_inv": _FP8_SCALE, "_scale": _FP8_SCALE}, _fp8_shape, _codes_of_fp8)
 MXFP4 = PackedForm(
     "MXFP4",
-    {"_blocks": _BYTES, "_scales": (torch.uint8, _E8M0)},
+    {"_blocks": BYTES, "_scales": (torch.uint8, _E8M0)},
     {},
     _mxfp4_shape,
     _codes_of_mxfp4,
@@ -534,26 +449,10 @@ MXFP4 = PackedForm(
 )
 MODELOPT_NVFP4 = PackedForm(
     "NVFP4",
-    {"weight": _BYTES, "weight_scale": _FP8, "weight_scale_2": _FP32},
+    {"weight": BYTES, "weight_scale": _FP8, "weight_scale_2": FP32},
     {},
     _fp4_shape,
     _codes_of_modelopt,
-    "weight",
-)
-_NESTED = {".nested_absmax": _FP32, ".nested_quant_map": _FP32}
-BNB_4BIT = PackedForm(
-    "bitsandbytes' 4 bits",
-    {"": (*_BYTES, *FLOATS), ".absmax": (torch.float32, torch.uint8), ".quant_map": _FP32},
-    {f"{_STATE}nf4": _BYTES, f"{_STATE}fp4": _BYTES, **_NESTED},
-    _bnb4_shape,
-    _codes_of_bnb4,
-)
-BNB_8BIT = PackedForm(
-    "bitsandbytes' int8",
-    {"weight": _INT8, "SCB": _FP32},
-    {"weight_format": _BYTES},
-    _bnb8_shape,
-    _codes_of_bnb8,
     "weight",
 )
 COMPRESSED_INTEGERS = PackedForm(
@@ -566,16 +465,16 @@ COMPRESSED_INTEGERS = PackedForm(
 )
 COMPRESSED_FP4 = PackedForm(
     "FP4 of compressed-tensors",
-    {"weight_packed": _BYTES, "weight_scale": (*_FP8, torch.uint8)},
-    {"weight_global_scale": _FP32},
+    {"weight_packed": BYTES, "weight_scale": (*_FP8, torch.uint8)},
+    {"weight_global_scale": FP32},
     _fp4_shape,
     _codes_of_compressed,
     "weight",
 )
 COMPRESSED_BYTES = PackedForm(
     "8 bits of compressed-tensors",
-    {"weight": (*_FP8, *_INT8), "weight_scale": FLOATS},
-    {"weight_zero_point": (*_INT8, *_FP8, *FLOATS), "weight_g_idx": _INDEX},
+    {"weight": (*_FP8, *INT8), "weight_scale": FLOATS},
+    {"weight_zero_point": (*INT8, *_FP8, *FLOATS), "weight_g_idx": _INDEX},
     _byte_shape,
     _codes_of_compressed,
     "weight",

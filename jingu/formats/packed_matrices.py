@@ -29,6 +29,9 @@ Locations = Mapping[str, TensorLocation]
 Place = tuple[Path, str, TensorLocation]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FP32 = (torch.float32,)
+BYTES = (torch.uint8,)
+INT8 = (torch.int8,)
 # Suffixes of scales of activations and of the KV cache, which jingu does not need.
 _ACTIVATION_SCALES = (
     *(".input_scale", ".input_scale_ub", ".input_global_scale", ".activation_scale", "_proj_activation_scale"),
