@@ -8,13 +8,13 @@ from typing import Any
 from tokenizers import models
 
 from jingu.errors import JinguError
-from jingu.text.gguf_tokenizer import NORMALIZER, equal_rules
+from jingu.text.gguf_tokenizer import NORMALIZER, equal_pre_tokenizers
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_formats import GPT2_SPLIT_PATTERN
 
 # Types of tokens, as in sentencepiece.
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
-# Steps of pre-tokenizers that have no pattern in tokenizer.json, and patterns that do the same.
+# Patterns of steps of pre-tokenizers that have none in tokenizer.json: `Digits`, individual or not, and `Punctuation`.
 _DIGITS = {True: r"\p{N}", False: r"\p{N}+"}
 _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
 # Kinds of named tokens whose GGUF keys differ from those of Hugging Face.
@@ -39,8 +39,8 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         raise _unsupported(f"llama.cpp reads no tokenizer of the kind {model['type']} for decoders")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if tokenizer.spelling == "bytes":
-        rule, normalizer = _pre_tokenizer(content)
-        metadata |= {"model": "gpt2", "pre": rule, "merges": merges}
+        pre_tokenizer, normalizer = _pre_tokenizer(content)
+        metadata |= {"model": "gpt2", "pre": pre_tokenizer, "merges": merges}
     elif tokenizer.spelling == "metaspace":
         metadata |= {"model": "llama", "pre": "default", "scores": _scores(tokens, merges)}
         metadata["add_space_prefix"] = _adds_prefix(content)
@@ -90,22 +90,22 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
 
 
 def _pre_tokenizer(content: dict[str, Any]) -> tuple[str, str | None]:
-    """Return llama.cpp's name of the rule by which a byte-level tokenizer splits text before it merges, and what the
-    tokenizer normalizes by if that is not usual for the rule."""
+    """Return llama.cpp's name of the pre-tokenizer of a byte-level tokenizer, and the tokenizer's normalizer (NFC or
+    none) if models with this pre-tokenizer usually have another one."""
     if content.get("normalizer") not in (None, {"type": "NFC"}):
         raise _unsupported("llama.cpp does not normalize text as this tokenizer does")
     normalizer = "none" if content.get("normalizer") is None else "NFC"
     splits = _split_patterns(content)
-    rules = [] if splits is None else equal_rules(splits)
+    entries = [] if splits is None else equal_pre_tokenizers(splits)
     keeps_words = bool(content["model"].get("ignore_merges"))
-    fitting = [rule for rule in rules if rule.get("whole_words", False) == keeps_words]
-    if rules and not fitting and _merges_reach_tokens(content):
+    matches = [entry for entry in entries if entry.get("whole_words", False) == keeps_words]
+    if entries and not matches and _merges_reach_tokens(content):
         # Whether words that are tokens are kept whole makes no difference.
-        fitting = rules
-    if not fitting:
-        raise _unsupported("llama.cpp does not split text as this tokenizer does")
-    usual = fitting[0].get("normalizer", "none")
-    return fitting[0]["names"][0], None if normalizer == usual else normalizer
+        matches = entries
+    if not matches:
+        raise _unsupported("llama.cpp has no pre-tokenizer that splits text as this one does")
+    usual = matches[0].get("normalizer", "none")
+    return matches[0]["names"][0], None if normalizer == usual else normalizer
 
 
 def _split_patterns(content: dict[str, Any]) -> list[str] | None:
@@ -133,10 +133,10 @@ def _split_patterns(content: dict[str, Any]) -> list[str] | None:
 def _split_pattern(step: dict[str, Any]) -> str | None:
     """Return the pattern of a step that splits text, whose matches are words; None: it is another step."""
     pattern = step.get("pattern", {}).get("Regex") if step["type"] == "Split" else None
-    kept = (step.get("behavior"), bool(step.get("invert")))
-    # What lies between matches is removed, and nothing does if spaces match, too.
-    covers_text = pattern is not None and pattern.endswith(r"|\s+") and kept == ("Removed", True)
-    return pattern if kept == ("Isolated", False) or covers_text else None
+    behavior = (step.get("behavior"), bool(step.get("invert")))
+    # Text between matches is removed. There is none if the pattern matches spaces, too.
+    covers_text = pattern is not None and pattern.endswith(r"|\s+") and behavior == ("Removed", True)
+    return pattern if behavior == ("Isolated", False) or covers_text else None
 
 
 def _merges_reach_tokens(content: dict[str, Any]) -> bool:

@@ -15,13 +15,13 @@ from jingu.tables import read_table
 from jingu.text.sentencepiece import SentencePieceModel, build_sentencepiece, prepend_token
 from jingu.text.tokenizer_formats import GPT2_SPLIT_PATTERN, build_byte_level_bpe
 
-_RULES = read_table(__file__, "gguf_rules.toml")["rules"]
-# llama.cpp's name for files that name no rule.
+_PRE_TOKENIZERS = read_table(__file__, "gguf_pre_tokenizers.toml")["pre_tokenizers"]
+# llama.cpp's name for files that name no pre-tokenizer.
 _DEFAULT = "default"
 # The key in which jingu says how a tokenizer normalizes text: NFC or none.
 NORMALIZER = "tokenizer.jingu.normalizer"
-# Patterns in files, and those of the table that match the same words: other orders of alternatives of which one fits,
-# and quantifiers that cannot give back what they have matched, where this makes no difference.
+# Patterns in files, and those of the table that match the same words: alternatives in another order, of which at most
+# one matches, and possessive quantifiers where greedy ones match the same.
 _EQUAL_PATTERNS = (
     (r"'(?i:[sdmt]|ll|ve|re)", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"),
     (r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"),
@@ -69,8 +69,8 @@ def write_gguf_tokenizer(metadata: Mapping[str, Any], max_length: int, folder: P
         number = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(number, int) and 0 <= number < len(tokens):
             special_names[f"{_HF_NAMES.get(name, name)}_token"] = tokens[number]
-    rule = find_rule(str(metadata.get("tokenizer.ggml.pre"))) or {}
-    has_bos = kind == "llama" or (kind == "gpt2" and rule.get("adds_bos", False))
+    entry = find_pre_tokenizer(str(metadata.get("tokenizer.ggml.pre"))) or {}
+    has_bos = kind == "llama" or (kind == "gpt2" and entry.get("adds_bos", False))
     if metadata.get("tokenizer.ggml.add_bos_token", has_bos) and "bos_token" in special_names:
         prepend_token(inner, special_names["bos_token"])
     config = {
@@ -92,36 +92,36 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
     pre = str(metadata.get("tokenizer.ggml.pre") or _DEFAULT)
     if "tokenizer.ggml.pre" not in metadata:
         log_warning(
-            "The GGUF file does not say how its tokenizer splits text (tokenizer.ggml.pre). jingu uses llama.cpp's "
+            "The GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre). jingu uses llama.cpp's "
             "default, and the ids can differ from those that the model was trained on."
         )
-    rule = find_rule(pre)
-    if rule is None:
-        raise JinguError(f"the file's tokenizer splits text by the rule {pre!r}, which jingu does not support.")
+    entry = find_pre_tokenizer(pre)
+    if entry is None:
+        raise JinguError(f"the file's pre-tokenizer (tokenizer.ggml.pre) is {pre!r}, which jingu does not support.")
     vocab = {token: number for number, token in enumerate(tokens)}
-    inner = build_byte_level_bpe(vocab, _merges(metadata), "", whole_words=rule.get("whole_words", False))
-    *splits, last = rule["splits"]
+    inner = build_byte_level_bpe(vocab, _merges(metadata), "", whole_words=entry.get("whole_words", False))
+    *splits, last = entry["splits"]
     if last == GPT2_SPLIT_PATTERN:
         steps = [_split(pattern) for pattern in splits] + [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     else:
-        steps = [_split(pattern) for pattern in rule["splits"]] + [pre_tokenizers.ByteLevel(False, use_regex=False)]
+        steps = [_split(pattern) for pattern in entry["splits"]] + [pre_tokenizers.ByteLevel(False, use_regex=False)]
     inner.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
-    if metadata.get(NORMALIZER, rule.get("normalizer")) == "NFC":
+    if metadata.get(NORMALIZER, entry.get("normalizer")) == "NFC":
         inner.normalizer = normalizers.NFC()
     inner.post_processor = processors.ByteLevel(trim_offsets=False)
     _add_tokens(inner, metadata, tokens)
     return inner
 
 
-def find_rule(name: str) -> dict[str, Any] | None:
-    """Return the rule that splits text, by a name of llama.cpp; None: jingu does not know it."""
-    return next((rule for rule in _RULES if name in rule["names"]), None)
+def find_pre_tokenizer(name: str) -> dict[str, Any] | None:
+    """Return the table's entry of a pre-tokenizer, by its name in llama.cpp; None: jingu does not know it."""
+    return next((entry for entry in _PRE_TOKENIZERS if name in entry["names"]), None)
 
 
-def equal_rules(splits: list[str]) -> list[dict[str, Any]]:
-    """Return the rules that split text as these patterns do, one after the other."""
+def equal_pre_tokenizers(splits: list[str]) -> list[dict[str, Any]]:
+    """Return the entries of pre-tokenizers that split text as these patterns do, one after the other."""
     patterns = [_plain_pattern(pattern) for pattern in splits]
-    return [rule for rule in _RULES if [_plain_pattern(pattern) for pattern in rule["splits"]] == patterns]
+    return [entry for entry in _PRE_TOKENIZERS if [_plain_pattern(pattern) for pattern in entry["splits"]] == patterns]
 
 
 def _plain_pattern(pattern: str) -> str:
@@ -136,13 +136,13 @@ def _split(pattern: str) -> Any:
 
 
 def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the pairs of pieces that are merged. A piece may be a space, so the one that divides them is not first."""
+    """Return the pairs of pieces that are merged. The first piece may begin with a space, which does not separate."""
     merges = metadata["tokenizer.ggml.merges"]
     return [(merge[: merge.index(" ", 1)], merge[merge.index(" ", 1) + 1 :]) for merge in merges]
 
 
 def _add_tokens(inner: Any, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    """Make the tokens that are no pieces of text special, and those that users define parts of no word."""
+    """Add control tokens as special tokens, and user-defined ones as tokens that no word contains."""
     for token, type_ in zip(tokens, metadata.get("tokenizer.ggml.token_type", []), strict=False):
         if type_ in (_CONTROL, _USER):
             inner.add_tokens([AddedToken(token, special=type_ == _CONTROL, normalized=False)])

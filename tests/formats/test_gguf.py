@@ -402,7 +402,10 @@ def test_a_prompt_starts_with_the_bos_token_of_the_model(tmp_path: Path, capsys:
     [
         ({"tokenizer.ggml.model": "bert"}, "the file's tokenizer is of the kind bert; jingu supports"),
         ({"tokenizer.ggml.model": "llama"}, "the file's tokenizer is damaged"),
-        ({"tokenizer.ggml.pre": "klingon"}, "splits text by the rule 'klingon', which jingu does not support"),
+        (
+            {"tokenizer.ggml.pre": "klingon"},
+            r"pre-tokenizer \(tokenizer\.ggml\.pre\) is 'klingon', which jingu does not support",
+        ),
         ({"tokenizer.ggml.merges": ["x yzzy"]}, "the file's tokenizer is damaged"),
     ],
 )
@@ -480,7 +483,7 @@ def test_a_missing_pre_tokenizer_is_guessed_with_a_warning(tmp_path: Path, caplo
     facts = tokenizer_facts(a_tokenizer())
     del facts["tokenizer.ggml.pre"]
     folder = open_model(written(tmp_path / "model.gguf", llama(), **facts)).tokenizer()
-    assert "does not say how its tokenizer splits text" in caplog.text
+    assert "does not name its pre-tokenizer" in caplog.text
     rules = Tokenizer.load(folder)._inner.pre_tokenizer
     pieces = [piece for piece, _ in rules.pre_tokenize_str(" 12345 isn't+=it")]
     # Punctuation first, then GPT-2's words, then numbers, by threes.

@@ -1,4 +1,4 @@
-"""How tokenizers in GGUF files split text: each rule of llama.cpp is read, written and computed as there."""
+"""Pre-tokenizers in GGUF files: each one of llama.cpp is read, written and computed as there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 from jingu.errors import JinguError
 from jingu.formats.gguf_check import TEXTS
 from jingu.text.gguf_metadata import tokenizer_metadata
-from jingu.text.gguf_tokenizer import _RULES, write_gguf_tokenizer
+from jingu.text.gguf_tokenizer import _PRE_TOKENIZERS, write_gguf_tokenizer
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_formats import GPT2_SPLIT_PATTERN, SPLIT_PATTERN, build_byte_level_bpe
 
@@ -32,12 +32,12 @@ ODD = [
     "ひらがなカタカナ漢字 한국어 ภาษาไทย",
     "x" + " " * 20 + "y" + "\n" * 5 + " z",
 ]
-# Rules of llama.cpp that leave out marks (\\p{M}), or which letters are capitals: jingu has those of the models.
+# Pre-tokenizers of llama.cpp without marks (\\p{M}), or without capitals: jingu has those of the models.
 WITHOUT_MARKS = ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2", "tekken", "kimi-k2")
 WITHOUT_CASES = ("kimi-k2", "tiny_aya", "cohere2moe")
 # Names of older releases of llama.cpp.
 FORMER = ("jina-en",)
-NAMES = [name for rule in _RULES for name in rule["names"] if name not in FORMER]
+NAMES = [name for entry in _PRE_TOKENIZERS for name in entry["names"] if name not in FORMER]
 needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama_cpp is not installed")
 
 
@@ -81,14 +81,14 @@ def read_back(metadata: dict[str, Any], folder: Path) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
-@pytest.mark.parametrize("rule", _RULES, ids=lambda rule: rule["names"][0])
-def test_each_rule_comes_back(rule: dict[str, Any], crossing: dict[str, Any], tmp_path: Path) -> None:
-    whole = {"whole_words": rule.get("whole_words", False)}
+@pytest.mark.parametrize("entry", _PRE_TOKENIZERS, ids=lambda entry: entry["names"][0])
+def test_each_pre_tokenizer_comes_back(entry: dict[str, Any], crossing: dict[str, Any], tmp_path: Path) -> None:
+    whole = {"whole_words": entry.get("whole_words", False)}
     for normalizer in ("none", "NFC"):
-        tokenizer = with_steps(crossing, split_steps(rule["splits"]), tmp_path / "a", **whole, normalizer=normalizer)
+        tokenizer = with_steps(crossing, split_steps(entry["splits"]), tmp_path / "a", **whole, normalizer=normalizer)
         metadata = tokenizer_metadata(tokenizer, tokenizer.vocab_size)
-        # Some rules differ in their BOS alone, or match the same words.
-        name = {"glm4": "llama-bpe", "bailingmoe": "qwen2"}.get(rule["names"][0], rule["names"][0])
+        # Some differ in their BOS alone, or match the same words.
+        name = {"glm4": "llama-bpe", "bailingmoe": "qwen2"}.get(entry["names"][0], entry["names"][0])
         assert metadata["tokenizer.ggml.pre"] == name
         again = read_back(metadata, tmp_path / normalizer)
         for text in [*ODD, "e\u0301 a\u0308"]:
@@ -110,7 +110,7 @@ def steps_of(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["dbrx", "gpt-2", "smollm", "falcon"])
-def test_rules_are_found_however_they_are_written(name: str, crossing: dict[str, Any], tmp_path: Path) -> None:
+def test_pre_tokenizers_are_found_however_they_are_written(name: str, crossing: dict[str, Any], tmp_path: Path) -> None:
     """cl100k's pattern, o200k's form, the steps for digits, and Falcon's four."""
     tokenizer = with_steps(crossing, steps_of(name), tmp_path / "a")
     metadata = tokenizer_metadata(tokenizer, tokenizer.vocab_size)
@@ -125,11 +125,13 @@ def test_rules_are_found_however_they_are_written(name: str, crossing: dict[str,
 @pytest.mark.parametrize(
     ("splits", "words"),
     [
-        ([r"(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\s+"], "does not split text as this tokenizer does"),
-        ([r"\p{N}{1,2}", GPT2_SPLIT_PATTERN], "does not split text as this tokenizer does"),
+        ([r"(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\s+"], "no pre-tokenizer that splits text as this one does"),
+        ([r"\p{N}{1,2}", GPT2_SPLIT_PATTERN], "no pre-tokenizer that splits text as this one does"),
     ],
 )
-def test_other_rules_are_refused(splits: list[str], words: str, crossing: dict[str, Any], tmp_path: Path) -> None:
+def test_other_pre_tokenizers_are_refused(
+    splits: list[str], words: str, crossing: dict[str, Any], tmp_path: Path
+) -> None:
     tokenizer = with_steps(crossing, split_steps(splits), tmp_path / "a")
     with pytest.raises(JinguError, match=words):
         tokenizer_metadata(tokenizer, tokenizer.vocab_size)
@@ -137,14 +139,14 @@ def test_other_rules_are_refused(splits: list[str], words: str, crossing: dict[s
 
 def test_whole_words_count_where_merges_do_not_reach_them(crossing: dict[str, Any], tmp_path: Path) -> None:
     """gpt-4o merges all words in llama.cpp. A vocabulary in which each token is merged is the same there."""
-    [rule] = [rule for rule in _RULES if "gpt-4o" in rule["names"]]
-    steps = split_steps(rule["splits"])
+    [entry] = [entry for entry in _PRE_TOKENIZERS if "gpt-4o" in entry["names"]]
+    steps = split_steps(entry["splits"])
     tokenizer = with_steps(crossing, steps, tmp_path / "a", whole_words=True)
     assert tokenizer_metadata(tokenizer, tokenizer.vocab_size)["tokenizer.ggml.pre"] == "gpt-4o"
     content = json.loads(json.dumps(crossing))
     content["model"]["vocab"]["unmerged"] = len(content["model"]["vocab"])
     tokenizer = with_steps(content, steps, tmp_path / "b", whole_words=True)
-    with pytest.raises(JinguError, match="does not split text"):
+    with pytest.raises(JinguError, match="no pre-tokenizer that splits text"):
         tokenizer_metadata(tokenizer, tokenizer.vocab_size)
 
 
@@ -175,9 +177,9 @@ def test_pieces_with_merges(tmp_path: Path) -> None:
 def test_llama_cpp_splits_alike(name: str, crossing: dict[str, Any], tmp_path: Path) -> None:
     import llama_cpp
 
-    rule = next(rule for rule in _RULES if name in rule["names"])
-    steps = split_steps(rule["splits"])
-    tokenizer = with_steps(crossing, steps, tmp_path / "a", whole_words=rule.get("whole_words", False))
+    entry = next(entry for entry in _PRE_TOKENIZERS if name in entry["names"])
+    steps = split_steps(entry["splits"])
+    tokenizer = with_steps(crossing, steps, tmp_path / "a", whole_words=entry.get("whole_words", False))
     metadata = {**tokenizer_metadata(tokenizer, tokenizer.vocab_size), "tokenizer.ggml.pre": name}
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     for key, value in metadata.items():
