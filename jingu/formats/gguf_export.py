@@ -75,7 +75,6 @@ _PHI3_TOKENS = {"<s>", "</s>", "<unk>", "<|endoftext|>"}
 # The matrix of latents' keys and values, which is divided.
 _LATENTS = "attn_kv_b.weight"
 
-
 _AS_FOLDER = "Export the model as a Hugging Face folder (--to FOLDER)."
 
 # Fields of a spec that change what it computes, beside those of its layers and norms.
@@ -237,7 +236,7 @@ def _check_round_trip(spec: ModelSpec, name: str, metadata: dict[str, Any], name
     infos = {each: vocabulary for each in names if each != "rope_freqs.weight"}
     config = hf_config({**metadata, "general.architecture": name}, infos, to, _proportional_divisors(spec))
     file_spec = replace_fields(spec, **ARCHITECTURES[name].get("folded", {}))
-    both = [_numbers(each) for each in (file_spec, find_family(config, to).spec_from_hf(config))]
+    both = [_computed_fields(each) for each in (file_spec, find_family(config, to).spec_from_hf(config))]
     differing = sorted(key for key in both[0].keys() | both[1].keys() if both[0].get(key) != both[1].get(key))
     if differing:
         key = differing[0]
@@ -245,7 +244,7 @@ def _check_round_trip(spec: ModelSpec, name: str, metadata: dict[str, Any], name
         raise _refuse_model(f"this model: it would have {key} = {values}", to)
 
 
-def _numbers(spec: ModelSpec) -> dict[str, Any]:
+def _computed_fields(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a spec that change what it computes, by their paths, rounded as in a file."""
     fields = {key: getattr(spec, key) for key in _COMPUTED}
     for number, layer in enumerate(spec.layers):
@@ -308,7 +307,8 @@ def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) ->
     values |= architecture_entries(name, "fixed")
     variants = ARCHITECTURES[name].get("variants", ())
     class_name = FAMILIES[spec.family].architectures[0]
-    for variant in [variant for variant in variants if variant["hugging_face"] == class_name][:1]:
+    variant = next((variant for variant in variants if variant["hugging_face"] == class_name), None)
+    if variant is not None:
         values |= {key: value for key, value in variant["when"].items() if value is not True}
         values |= variant.get("fixed", {})
     values |= _scaling_metadata(spec, name, to)
@@ -323,10 +323,9 @@ def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) ->
 def _number_metadata(spec: ModelSpec, name: str, model: StoredModel, library: ModuleType, to: Path) -> dict[str, Any]:
     """Return the metadata that are parameters of the model: a list with a number for each layer."""
     values: dict[str, list[float]] = {}
-    keys = architecture_entries(name, "numbers")
     for mapping in _mappings(spec, name, library, to):
-        key = mapping.hf_name.split(".", 2)[-1]
-        if key in keys:
+        key = _number_key(mapping, name)
+        if key is not None:
             values.setdefault(full_key(name, key), []).append(float(model.read(next(iter(mapping.jingu_shapes)))))
     return values
 
@@ -417,14 +416,15 @@ def _mappings(spec: ModelSpec, name: str, library: ModuleType, to: Path) -> list
     stems = {library.TENSOR_NAMES[tensor] for tensor in library.MODEL_TENSORS[number]}
     for mapping in mappings:
         stem = re.sub(r"\.\d+\.", ".{bid}.", mapping.hf_name)
-        if not stems & {stem, stem.rpartition(".")[0]} and not _is_number(stem, name):
+        if not stems & {stem, stem.rpartition(".")[0]} and _number_key(mapping, name) is None:
             raise _refuse_model(f"models of this architecture with {mapping.hf_name}", to)
     return mappings
 
 
-def _is_number(stem: str, name: str) -> bool:
-    """Return whether a parameter is a number in the metadata, given its name with `{bid}`."""
-    return stem.removeprefix("blk.{bid}.") in architecture_entries(name, "numbers")
+def _number_key(mapping: TensorMapping, name: str) -> str | None:
+    """Return the key of a parameter that is a number in the metadata; None: it is a tensor."""
+    key = mapping.hf_name.split(".", 2)[-1]
+    return key if key in architecture_entries(name, "numbers") else None
 
 
 def matrix_mappings(spec: ModelSpec, name: str, library: ModuleType, to: Path) -> list[TensorMapping]:
@@ -461,15 +461,15 @@ def _output_tensors(
     tensors = []
     for mapping in _mappings(spec, name, library, to):
         shape = tuple(mapping.shape)
-        if mapping.hf_name.split(".", 2)[-1] in architecture_entries(name, "numbers"):
+        if _number_key(mapping, name) is not None:
             continue
         if mapping.hf_name.endswith(_LATENTS):
             tensors += _latent_tensors(mapping, model, kind, library)
             continue
-        kind_of_tensor = _kind_of(mapping.hf_name, shape, kind, library)
+        tensor_type = _tensor_type(mapping.hf_name, shape, kind, library)
         if _read_blocks(mapping, model) is not None:
-            kind_of_tensor = library.GGMLQuantizationType.MXFP4
-        tensors.append(OutputTensor(mapping.hf_name, shape, kind_of_tensor, partial(_read_parts, mapping, model)))
+            tensor_type = library.GGMLQuantizationType.MXFP4
+        tensors.append(OutputTensor(mapping.hf_name, shape, tensor_type, partial(_read_parts, mapping, model)))
     divisors = _proportional_divisors(spec)
     if isinstance(spec.position, RotaryPositions) and isinstance(spec.position.scaling, Llama3Scaling):
         divisors = _frequency_divisors(spec.position, spec.attention.head_dim)
@@ -490,7 +490,7 @@ def _latent_tensors(mapping: TensorMapping, model: StoredModel, kind: Any, libra
     for number, leaf in enumerate(("attn_k_b", "attn_v_b")):
         name = mapping.hf_name.replace("attn_kv_b", leaf)
         shape = tuple(split_latents(torch.empty(mapping.shape, device="meta"), mapping.spec)[number].shape)
-        tensors.append(OutputTensor(name, shape, _kind_of(name, shape, kind, library), partial(read, number)))
+        tensors.append(OutputTensor(name, shape, _tensor_type(name, shape, kind, library), partial(read, number)))
     return tensors
 
 
@@ -535,7 +535,7 @@ def _read_blocks(mapping: TensorMapping, model: StoredModel) -> Callable[..., Te
     return None
 
 
-def _kind_of(name: str, shape: tuple[int, ...], kind: Any, library: ModuleType) -> Any:
+def _tensor_type(name: str, shape: tuple[int, ...], kind: Any, library: ModuleType) -> Any:
     """Return the type of a tensor in a file of the type `kind`, as llama.cpp's converter chooses it."""
     types = library.GGMLQuantizationType
     if len(shape) == 1 or name.endswith(_FP32_NAMES) or not name.endswith(".weight"):

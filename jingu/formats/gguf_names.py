@@ -161,11 +161,15 @@ def moves_columns(transform: Transform) -> bool:
     return transform is _TRANSFORMS["tiled_columns"]
 
 
+def _groups(architecture: str) -> list[Mapping[str, Any]]:
+    """Return the tables of the groups that an architecture is like, and its own."""
+    entry = ARCHITECTURES[architecture]
+    return [*(_SHARED[group] for group in entry.get("like", ())), entry]
+
+
 def architecture_entries(architecture: str, table: str) -> dict[str, Any]:
     """Return the entries of an architecture in a table: those of the groups that it is like, and its own."""
-    entry = ARCHITECTURES[architecture]
-    groups = [*(_SHARED[group] for group in entry.get("like", ())), entry]
-    return {name: value for group in groups for name, value in group.get(table, {}).items()}
+    return {name: value for group in _groups(architecture) for name, value in group.get(table, {}).items()}
 
 
 def written_classes(table: Mapping[str, Any]) -> set[str]:
@@ -183,9 +187,7 @@ def full_key(architecture: str, key: str) -> str:
 
 def parts_of(architecture: str) -> list[Part]:
     """Return the parts of an architecture: those of the groups that it is like, and its own."""
-    entry = ARCHITECTURES[architecture]
-    groups = [*(_SHARED[group] for group in entry.get("like", ())), entry]
-    return [PARTS[name] for group in groups for name in group.get("parts", ())]
+    return [PARTS[name] for group in _groups(architecture) for name in group.get("parts", ())]
 
 
 def gguf_mappings(spec: ModelSpec, architecture: str) -> list[TensorMapping]:
