@@ -34,7 +34,7 @@ from jingu.formats.gguf_names import (
     join_latents,
     parts_of,
 )
-from jingu.formats.gguf_parts import FileContents, merge
+from jingu.formats.gguf_parts import USE_FOLDER, FileContents, merge
 from jingu.formats.huggingface import StoredWeights, open_from_config
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
 from jingu.formats.stored_model import StoredModel
@@ -54,13 +54,12 @@ _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 # Tensor types with 16 equidistant levels per block of 32 elements of a row, as in `--precision int4`.
 _INT4_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 
-# Tensors that say what the config has read.
-_COMPUTED_TENSORS = ("rope_freqs.weight",)
+# Tensors from which keys of the config are computed. They are no parameters.
+_CONFIG_TENSORS = ("rope_freqs.weight",)
 # Copies of embedding and head in layers of multi-token prediction.
 _COPIES = (".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight")
 
 Metadata = Mapping[str, Any]
-
 
 # Where no architecture says otherwise, keys of config.json that say whether there are biases.
 _BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
@@ -102,7 +101,7 @@ def open_gguf(path: Path) -> StoredModel:
         path,
         config,
         lambda _, mappings: _open_weights(
-            path, library, _computed_tensors(infos, mappings[0].spec), _numbers_by_name(metadata)
+            path, library, _without_shared_kv(infos, mappings[0].spec), _numbers_by_name(metadata)
         ),
         lambda spec: gguf_mappings(spec, name),
     )
@@ -135,8 +134,8 @@ def _numbers_by_name(metadata: Metadata) -> dict[str, float]:
     }
 
 
-def _computed_tensors(infos: Mapping[str, TensorLocation], spec: ModelSpec) -> dict[str, TensorLocation]:
-    """Return the tensors without keys and values of layers that attend to those of others, which some files have."""
+def _without_shared_kv(infos: Mapping[str, TensorLocation], spec: ModelSpec) -> dict[str, TensorLocation]:
+    """Return the tensors without those of keys and values that no layer uses: it shares those of an earlier layer."""
     sharing = [number for number, layer in enumerate(spec.layers) if layer.shares_kv]
     names = {f"blk.{number}.{part}.weight" for number in sharing for part in ("attn_k", "attn_v", "attn_k_norm")}
     return {name: info for name, info in infos.items() if name not in names}
@@ -151,9 +150,7 @@ def _open_weights(
         infos: location of each tensor in the file, by its name.
         numbers: parameters that are numbers in the metadata.
     """
-    tensors = {
-        name: info for name, info in infos.items() if name not in _COMPUTED_TENSORS and not name.endswith(_COPIES)
-    }
+    tensors = {name: info for name, info in infos.items() if name not in _CONFIG_TENSORS and not name.endswith(_COPIES)}
     shapes = {name: info.shape for name, info in tensors.items()}
     shapes |= dict.fromkeys(numbers, torch.Size((1,)))
     for name in [name for name in tensors if name.endswith(".attn_k_b.weight")]:
@@ -452,7 +449,7 @@ def _check_metadata(metadata: Metadata, config: Metadata, library: ModuleType, p
         raise JinguError(
             f"the metadata {name}.{key} = {str(value)[:40]} changes the model's numbers, and jingu does not read it.",
             where=path,
-            fix="Use the model's Hugging Face folder, if jingu supports it.",
+            fix=USE_FOLDER,
         )
     head_dim = config.get("head_dim")
     is_partial = head_dim and values.get("rope.dimension_count", head_dim) != head_dim
@@ -462,7 +459,7 @@ def _check_metadata(metadata: Metadata, config: Metadata, library: ModuleType, p
             f"only {values['rope.dimension_count']} of a head's {head_dim} dims are rotated, which jingu does not "
             "support in GGUF.",
             where=path,
-            fix="Use the model's Hugging Face folder, if jingu supports it.",
+            fix=USE_FOLDER,
         )
 
 

@@ -51,7 +51,7 @@ def check_gguf(file: Path, model: StoredModel, dtype: str) -> None:
             f"llama.cpp cannot open the file ({error}).", where=file, fix="Report it, with the model."
         ) from error
     try:
-        _compare_ids(llama, tokenizer, file, normalize_text=_normalizes(tokenizer))
+        _compare_ids(llama, tokenizer, file, normalize_text=_normalizes_to_nfc(tokenizer))
         difference = _compare_logits(llama, open_gguf(file), tokenizer)
     finally:
         llama.close()
@@ -66,7 +66,7 @@ def check_gguf(file: Path, model: StoredModel, dtype: str) -> None:
     print(f"llama.cpp gives the same ids for {len(TEXTS)} texts, and log-probabilities within {difference:.1e} nats.")
 
 
-def _normalizes(tokenizer: Tokenizer) -> bool:
+def _normalizes_to_nfc(tokenizer: Tokenizer) -> bool:
     """Return whether a tokenizer normalizes text to NFC."""
     return bool(json.loads(tokenizer.content).get("normalizer") == {"type": "NFC"})
 

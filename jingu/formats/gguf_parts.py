@@ -1,4 +1,4 @@
-"""Metadata of GGUF files that are no copies of keys of config.json: parts of models that both describe differently.
+"""Parts of models that the metadata of GGUF files and config.json describe differently.
 
 Architectures name their parts in gguf.toml (`parts`). A part reads keys of config.json from the metadata, and writes
 the metadata from a spec.
@@ -20,6 +20,7 @@ from jingu.model.feed_forward_specs import Experts, NoFeedForward
 from jingu.model.spec import ModelSpec
 
 Values = dict[str, Any]
+USE_FOLDER = "Use the model's Hugging Face folder, if jingu supports it."
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def merge(config: Values, more: Values) -> Values:
 
 
 def _refuse(what: str) -> JinguError:
-    return JinguError(what, fix="Use the model's Hugging Face folder, if jingu supports it.")
+    return JinguError(what, fix=USE_FOLDER)
 
 
 # Latent attention
@@ -200,7 +201,9 @@ def _by_window(contents: FileContents, values: Any) -> tuple[Any, Any]:
         {value for value, flag in zip(values, pattern, strict=True) if bool(flag) == kind} for kind in (False, True)
     ]
     if any(len(each) > 1 for each in sets):
-        raise _refuse("layers with equal windows have other numbers of key-value heads, which jingu does not read.")
+        raise _refuse(
+            "the number of key-value heads differs between layers of one kind of attention, which jingu does not read."
+        )
     full, local = (next(iter(each), None) for each in sets)
     return full, local
 
@@ -211,7 +214,9 @@ def _read_window_heads(contents: FileContents) -> Values:
     size, rotary = get("attention.key_length") or 0, get("rope.dimension_count") or 0
     full, local = _by_window(contents, get("attention.head_count_kv"))
     if full is not None and local is not None and local != 2 * full:
-        raise _refuse(f"layers with windows have {local} key-value heads and others {full}; jingu reads twice as many.")
+        raise _refuse(
+            f"layers with windows have {local} key-value heads, and jingu reads twice as many as in others: {2 * full}."
+        )
     rope = {"rope_type": "default", "partial_rotary_factor": rotary / size}
     bases = {"full_attention": "rope.freq_base", "sliding_attention": "rope.freq_base_swa"}
     layers = range(get("block_count") or 0)

@@ -216,7 +216,7 @@ class _RowWriter:
         return all(shares)
 
     def finish(self) -> None:
-        """Wait until what was given to the disk is there. Raises OSError."""
+        """Wait for the flush to the disk that is under way. Raises OSError."""
         if self._flush is not None:
             self._flush.result()
 

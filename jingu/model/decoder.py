@@ -431,7 +431,7 @@ class Decoder(TransformerStack):
     def _predict_further(self, inputs: Inputs, x_BTD: Tensor, further: FurtherLoss) -> Tensor:
         """Return the mean loss of the layers of multi-token prediction."""
         assert self.embedding is not None
-        context = self.last_context(inputs, x_BTD)
+        context = self.prediction_context(inputs, x_BTD)
         losses = []
         for depth, layer in enumerate(self.mtp, 1):
             # Attention knows only differences of positions, so those of the tokens before do as well.
@@ -440,7 +440,7 @@ class Decoder(TransformerStack):
             losses.append(further(*self.head_operands(x_BTD), depth))
         return torch.stack(losses).mean()
 
-    def last_context(self, inputs: Inputs, x_BTD: Tensor) -> BlockContext:
+    def prediction_context(self, inputs: Inputs, x_BTD: Tensor) -> BlockContext:
         """Return the context of the layers of multi-token prediction."""
         layer = self.spec.prediction_layer
         positions_BT = inputs.positions

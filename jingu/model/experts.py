@@ -209,7 +209,7 @@ class MoELayer(nn.Module):
             top_BTK = logits_BTE.topk(active, dim=-1).indices
             return top_BTK, torch.full_like(top_BTK, 1.0 / active, dtype=logits_BTE.dtype)
         if isinstance(router, SparseMixerRouter):
-            return _choose_two_closely(logits_BTE, router.jitter)
+            return _route_sparse_mixer(logits_BTE, router.jitter)
         if router.softmax == "after":
             top = logits_BTE.topk(active, dim=-1)
             return top.indices, top.values.softmax(-1) * router.scaling_factor
@@ -286,20 +286,20 @@ class MoELayer(nn.Module):
         return down(apply_batch_invariant(lambda x: x * torch.sigmoid(alpha * x), gate_MF) * (up_MF + 1))
 
 
-def _choose_two_closely(logits_BTE: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """Return two experts of each token and their weights [B, T, 2], by the rule of `SparseMixerRouter`."""
+def _route_sparse_mixer(logits_BTE: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """Return the two experts of each token and their weights [B, T, 2]; see `SparseMixerRouter`."""
     experts: list[Tensor] = []
     weights: list[Tensor] = []
-    left_BTE = logits_BTE
+    candidates_BTE = logits_BTE
     for _ in range(2):
         with torch.no_grad():
-            best_BT1, expert_BT1 = left_BTE.max(-1, keepdim=True)
-            amount_BTE = torch.maximum(logits_BTE.abs(), best_BT1)
-            is_far_BTE = (best_BT1 - logits_BTE) / amount_BTE > 2 * jitter
-        shares_BTE = left_BTE.masked_fill(is_far_BTE, -torch.inf).softmax(-1)
+            best_BT1, expert_BT1 = candidates_BTE.max(-1, keepdim=True)
+            magnitude_BTE = torch.maximum(logits_BTE.abs(), best_BT1)
+            is_far_BTE = (best_BT1 - logits_BTE) / magnitude_BTE > 2 * jitter
+        shares_BTE = candidates_BTE.masked_fill(is_far_BTE, -torch.inf).softmax(-1)
         experts.append(expert_BT1)
         weights.append(shares_BTE.gather(-1, expert_BT1))
-        left_BTE = left_BTE.scatter(-1, expert_BT1, -torch.inf)
+        candidates_BTE = candidates_BTE.scatter(-1, expert_BT1, -torch.inf)
     return torch.cat(experts, -1), torch.cat(weights, -1)
 
 

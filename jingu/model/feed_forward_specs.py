@@ -188,12 +188,12 @@ class RandomProjectionRouter(Component):
 class SparseMixerRouter(Component):
     """The router of SparseMixer-2 (Liu et al., 2024) with two experts per token, which it chooses one after the other.
 
-    Each choice is the best expert. Its weight is its share in the softmax over those experts whose logits are close to
-    the best one: the difference is at most twice `jitter`, relative to the larger of both logits' amounts. The second
-    choice leaves out the first. Training uses the same choices and weights: it draws no experts at random.
+    Each choice is the expert with the largest logit. Its weight is its share in the softmax over the experts whose
+    logits l are close to the largest one m: m - l is at most 2 · `jitter` · max(|l|, m). The second choice leaves out
+    the first. Training uses the same choices and weights: it draws no experts at random.
 
     Attributes:
-        jitter: half of the largest relative difference.
+        jitter: half of the largest relative difference of logits that are close.
     """
 
     type: Literal["sparse_mixer"] = "sparse_mixer"

@@ -98,7 +98,7 @@ def test_drafts_are_the_predictions_of_the_layer(
             states = decoder(text)[:, :-1]
             nexts = text[:, 1:]
             for number in range(len(tokens)):
-                context = decoder.last_context(Inputs(nexts), states)
+                context = decoder.prediction_context(Inputs(nexts), states)
                 further = layer(states, embedding(nexts), context)
                 assert int(decoder.logits(further)[0, -1].argmax()) == tokens[number]
                 states = torch.cat((states, further[:, -1:]), 1)

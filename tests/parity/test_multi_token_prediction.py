@@ -133,7 +133,7 @@ def test_they_predict_what_they_predict_in_transformers_and_are_exported(name: s
         for number, layer in enumerate(ours.mtp):
             states = further.forward_layer(number, states, position, None, input_ids=tokens)
             assert ours.embedding is not None
-            x = layer(x, ours.embedding(tokens), ours.last_context(Inputs(ids[:, :-1]), x))
+            x = layer(x, ours.embedding(tokens), ours.prediction_context(Inputs(ids[:, :-1]), x))
             components.close(ours.logits(x), further.shared_head(states))
             tokens = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
     # Nothing is lost on the way out.

@@ -89,11 +89,11 @@ def test_a_layer_of_multi_token_prediction_is_read_and_kept(tokenizer_folder: Pa
         hidden = layer(projection(joined), position_embeddings=rotary, attention_mask=mask, position_ids=positions)
         expected = norms["last"](hidden)
         assert ours.embedding is not None
-        context = ours.last_context(Inputs(ids), ours(Inputs(ids)))
+        context = ours.prediction_context(Inputs(ids), ours(Inputs(ids)))
         result = ours.mtp[0](ours(Inputs(ids)), ours.embedding(ids.roll(-1, 1)), context)
         wide = load_model(stored, torch.float64)
         assert wide.embedding is not None
-        context = wide.last_context(Inputs(ids), wide(Inputs(ids)))
+        context = wide.prediction_context(Inputs(ids), wide(Inputs(ids)))
         exact = wide.mtp[0](wide(Inputs(ids)), wide.embedding(ids.roll(-1, 1)), context)
     check_rounding(result, expected, exact)
     export_hf(stored.spec, stored.read, tokenizer_folder, tmp_path / "ours")

@@ -61,7 +61,7 @@ def test_each_layer_predicts_one_token_further_of_the_same_document(kinds: dict[
             for number, layer in enumerate(model.mtp):
                 depth = number + 1
                 nexts = torch.nn.functional.pad(part[depth:], (0, depth)).unsqueeze(0)
-                context = model.last_context(Inputs(part.unsqueeze(0)), states)
+                context = model.prediction_context(Inputs(part.unsqueeze(0)), states)
                 states = layer(states, model.embedding(nexts), context)
                 losses[number] += nll(model.logits(states)[0, : -depth - 1], part[depth + 1 :])
     torch.testing.assert_close(total, main, rtol=1e-11, atol=0)

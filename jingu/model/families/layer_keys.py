@@ -314,8 +314,8 @@ def _read_positions(
         raise unsupported_option("rope_parameters", by_type, "expected the same for all layers")
     if by_type:
         needed_types = {name for name in options.read_types(config) if name in (options.local, _FULL)}
-        inner = any(isinstance(value, Mapping) for each in by_type.values() for value in each.values())
-        if inner or not needed_types <= by_type.keys() <= {options.local, _FULL} or by_type.keys() != rope.keys():
+        is_nested = any(isinstance(value, Mapping) for each in by_type.values() for value in each.values())
+        if is_nested or not needed_types <= by_type.keys() <= {options.local, _FULL} or by_type.keys() != rope.keys():
             expected = " and ".join(sorted(needed_types))
             raise unsupported_option("rope_parameters", rope, f"expected an object for each of {expected}, and no more")
     if not by_type:

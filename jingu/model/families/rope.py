@@ -213,7 +213,7 @@ class RopeDefaults:
             return rope
         short, long = rope.get("short_mscale"), rope.get("long_mscale")
         if kind != "longrope":
-            raise unsupported_option("rope_scaling", kind, "known is longrope")
+            raise unsupported_option("rope_scaling", kind, "expected longrope")
         if short is None or short != long:
             raise unsupported_option("long_mscale", long, f"expected short_mscale, which is {short}")
         return {**rope, "attention_factor": short}

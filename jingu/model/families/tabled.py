@@ -26,7 +26,7 @@ An entry has
 - `ignored`: suffixes of the names of tensors that are not parameters.
 - `base`: prefix of the body's tensors, if it is not `model.`, which then stands for it in the names of other tables.
 - `names_of_llama`: whether the names of Llama apply; false if there is a `base`.
-- `separate_predictions`: prefix of the layers of multi-token prediction, if they have no further numbers.
+- `separate_predictions`: prefix of the layers of multi-token prediction, if their numbers begin at 0.
 - `prediction_names`: names in the blocks of these layers that differ from those in other blocks.
 - `further_model_types`: names of published models with the same classes.
 - `constant_tensors`, `renamed`, `renamed_keys`, `equivalent`, `swaps_expert_adapters`: as in `Family`.
