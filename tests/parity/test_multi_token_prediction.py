@@ -15,6 +15,8 @@ from transformers.modeling_layers import MtpModel
 from jingu.errors import JinguError
 from jingu.formats.description import build_config
 from jingu.formats.export import export_hf
+from jingu.formats.gguf import open_gguf
+from jingu.formats.gguf_export import export_gguf
 from jingu.formats.huggingface import open_hf
 from jingu.formats.stored_model import load_model
 from jingu.model.families import FAMILIES
@@ -180,6 +182,16 @@ def test_a_config_of_layers_that_files_lack(name: str, tmp_path: Path) -> None:
     assert model.config.keys() <= config.keys()
     family = FAMILIES[model.spec.family]
     assert family.spec_from_hf(family.complete(config, is_part=False)) == model.spec
+
+
+def test_gguf_files_leave_out_the_layers_and_their_loss(tmp_path: Path) -> None:
+    written("glm4_moe", tmp_path)
+    change(tmp_path, mtp_loss_weight=0.3)
+    train_tokenizer(iter(["some text"]), 290, ["<|endoftext|>"]).save(tmp_path)
+    model = open_hf(tmp_path)
+    export_gguf(model, tmp_path / "model.gguf", "fp32")
+    spec = open_gguf(tmp_path / "model.gguf").spec
+    assert (spec.mtp_layers, spec.mtp_loss_weight, spec.layers) == (0, 0.0, model.spec.layers)
 
 
 @pytest.mark.parametrize(("name", "field"), [("mimo_v2_flash", "mtp_kind"), ("exaone_moe", "mtp_layers")])
