@@ -16,7 +16,7 @@ from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.schedules import WsdSettings, resolve_steps
 from jingu.config.sections.tasks import PretrainingSettings
 from jingu.config.sections.train import PrecisionSettings
-from jingu.config.sections.tune import FullSettings
+from jingu.config.sections.tune import AdapterBase, FullSettings
 from jingu.errors import JinguError, pluralize
 from jingu.formatting import format_bytes, format_rounded, memory_unit, print_table
 from jingu.model.count import count_parameters
@@ -520,10 +520,10 @@ def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanReque
     # Adapters and heads are those of `tune` and `task`, as if training started from the named model.
     initialize = config.initialize.model_copy(update={"from_": config.initialize.from_ or target})
     with_model = config.model_copy(update={"initialize": initialize})
-    spec = _add_tuning(spec.model_copy(update={"max_position_embeddings": longest}), with_model)
-    if spec.quantization == "stored":
+    if isinstance(config.tune, AdapterBase) and config.tune.quantization == "stored":
         _check_folder(target)
-        config = with_model
+    spec = _add_tuning(spec.model_copy(update={"max_position_embeddings": longest}), with_model)
+    config = with_model if spec.quantization == "stored" else config
     has_layout = any(word.startswith("parallel.") for word in overrides)
     batch = config.batch
     assumptions = [f"{batch.global_batch_size:,} sequences of {batch.sequence_length:,} tokens per step"]
