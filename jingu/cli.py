@@ -7,6 +7,7 @@ import select
 import signal
 import sys
 import textwrap
+import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -49,6 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Otherwise Python reports an error when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception as error:
+        from jingu.plugins import failing_package
+
+        package = failing_package(error)
+        if package is None:
+            raise
+        traceback.print_exception(error)
+        fix = "Correct it, or uninstall the package (`jingu plugins` lists what it adds)."
+        print(
+            _wrap(f"jingu: {package}: the code of this plug-in has raised {type(error).__name__}. {fix}"),
+            file=sys.stderr,
+        )
+        return 2
 
 
 def _is_stdout_closed() -> bool:

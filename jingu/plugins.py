@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import distributions
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 from jingu.errors import JinguError
@@ -192,6 +193,19 @@ def expect_type(kind: type) -> Callable[[str, Any], str | None]:
 def expect_function(name: str, value: Any) -> str | None:
     """Check that an object can be called."""
     return None if callable(value) else "it is no function"
+
+
+def failing_package(error: BaseException) -> str | None:
+    """Return the package of the plug-in that has raised an exception; None if none has, or if the machine failed.
+
+    An exception of a plug-in is its author's to fix, and comes again in the next run; a full disk, a lost connection
+    or memory that ran out may not.
+    """
+    if isinstance(error, (OSError, MemoryError)) or type(error).__name__ == "OutOfMemoryError":
+        return None
+    packages = {re.split("[.:]", plugin.reference)[0]: plugin.package for plugin in installed_plugins()}
+    modules = (frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__))
+    return next((packages[module] for module in modules if module in packages), None)
 
 
 def list_plugins() -> int:

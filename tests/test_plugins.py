@@ -265,3 +265,64 @@ def test_broken_plugins_are_named_and_stop_nothing(tmp_path: Path) -> None:
     assert (
         json.loads(result.stdout) and "The plug-in odd (optimizers) of broken 0.3 is ignored: it is no" in result.stderr
     )
+
+
+FAILING = """
+from typing import Literal
+from jingu.config.sections.schedules import Moment, ScheduleBase
+
+class FailingSettings(ScheduleBase):
+    type: Literal["failing"] = "failing"
+
+    def decayed_rate(self, moment: Moment) -> float:
+        return {}["rate"] if moment.step == 2 else 1.0
+
+def count(answer: str, reference: str) -> float:
+    raise ConnectionError("the judge is away")
+"""
+
+
+@pytest.fixture
+def failing_site(tmp_path: Path) -> Path:
+    """A folder with a package whose plug-ins can be imported, and raise exceptions when they are used."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "failing.py").write_text(FAILING)
+    groups = {
+        "jingu.v1.schedules": {"failing": "failing:FailingSettings"},
+        "jingu.v1.metrics": {"judge": "failing:count"},
+    }
+    install(folder, "failing-plugin", "0.1", groups)
+    return folder
+
+
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_exceptions_of_plugins_are_not_restarted(
+    failing_site: Path, processes: str, library: Library, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    tree = {
+        "runs_dir": str(tmp_path / "runs"),
+        "tokenizer": {"path": str(library.tokenizer)},
+        "data": {"path": str(library.data)},
+        "model": TINY_LLAMA,
+        "schedule": {"type": "failing", "warmup": 0},
+        "batch": {"sequence_length": 16, "global_batch_size": 4},
+        "train": {"steps": 5, "compile": False},
+        "evaluation": {"every": 0},
+        "precision": {"type": "fp32"},
+    }
+    file.write_text(yaml.safe_dump(tree))
+    result = run_with(failing_site, COMMAND, "train", str(file), "--processes", processes, check=False)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("Traceback") == 1 and "KeyError: 'rate'" in result.stderr
+    assert "failing-plugin: the code of this plug-in has raised KeyError." in " ".join(result.stderr.split())
+
+
+def test_failures_of_the_machine_are_not_the_plugin_s(failing_site: Path) -> None:
+    code = (
+        "from jingu.cli import main; from jingu.evaluate.text_metrics import OVERLAPS; import jingu.cli;"
+        "jingu.cli._run = lambda words: OVERLAPS['judge']('', ''); main([])"
+    )
+    result = run_with(failing_site, code, check=False)
+    assert result.returncode == 1 and result.stderr.splitlines()[-1] == "ConnectionError: the judge is away"

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jingu.errors import JinguError
+from jingu.plugins import failing_package
 from jingu.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_MISTAKE
 from jingu.runtime.ranks import RankInfo, is_first_failure, is_lost_connection
 
@@ -76,7 +77,8 @@ def report_first_failure(ranks: RankInfo) -> Iterator[None]:
             if ranks.world > 1:
                 error.add_note(f"This was {name}.")
             raise
-        code = EXIT_MISTAKE if isinstance(error, JinguError) else EXIT_FAILED
+        is_mistake = isinstance(error, JinguError) or failing_package(error) is not None
+        code = EXIT_MISTAKE if is_mistake else EXIT_FAILED
         raise SystemExit(EXIT_LOST if is_lost else code) from None
 
 
