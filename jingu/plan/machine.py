@@ -75,6 +75,7 @@ class Machine(_Part):
         gpus_per_node: GPUs of a node.
         multiprocessors: units of a GPU that compute tiles of a matmul; 0: unknown, or a CPU.
         sustained: share of `matmul_tflops` that remains under continuous load, by the limit of power.
+        ampere_kernels: speed that kernels written for Ampere keep on this GPU, relative to matmuls.
         has_bf16: whether it computes in bf16; NVIDIA's GPUs before Ampere do not.
         is_shared: whether the ranks of a node share one device, as on CPUs.
         cores: cores of a node if `is_shared`; None for one per rank.
@@ -95,6 +96,7 @@ class Machine(_Part):
     gpus_per_node: Annotated[int, Field(ge=1)] = 8
     multiprocessors: Annotated[int, Field(ge=0)] = 0
     sustained: Annotated[float, Field(gt=0, le=1)] = 1.0
+    ampere_kernels: Annotated[float, Field(gt=0, le=1)] = 1.0
     has_bf16: bool = True
     is_shared: bool = False
     cores: Annotated[int, Field(ge=1)] | None = None

@@ -342,7 +342,7 @@ def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, 
     # The gradient of an embedding is as large as its matrix, and is added to that of earlier micro-batches.
     again = work.accumulation > 1
     if not soft.copies_weights:
-        return _WeightCopies()
+        return _whole_memory(work, parts)
     is_offloaded = work.parallel.offload.type != "none" and soft.offload_copies_weights
     # A tied head is the matrix of the embedding.
     head = rank_share(work.model.head, *_share_key(work)) if stage.has_head else None
@@ -381,6 +381,17 @@ def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, 
         reduction=reduce * largest,
         end_buffer=reduce * end_numbers,
     )
+
+
+def _whole_memory(work: Workload, parts: list[tuple[RankShare, int]]) -> _WeightCopies:
+    """Return what a system without FSDP holds beside the shards: ZeRO 1 and 2 keep weights whole, and 1 the gradients."""
+    soft, zero = work.software, work.parallel.zero_stage
+    if zero not in (1, 2):
+        return _WeightCopies()
+    whole = sum(part.gathered_bytes * count for part, count in parts) * soft.weight_bytes / soft.compute_bytes
+    others = whole - sum(part.weights * count for part, count in parts)
+    gradients = soft.gradient_bytes * sum(part.num_reduced * count for part, count in parts)
+    return _WeightCopies(others, others, others, whole=gradients if zero == 1 else 0.0)
 
 
 def _without_data_ranks(work: Workload) -> Workload:

@@ -29,6 +29,7 @@ class Software:
         fused_attention: whether attention never stores its scores.
         flash_attention: whether fused attention saves queries, keys and values as they are, as on GPUs.
         attention_speed: speed of attention, relative to the fused kernel of PyTorch, or to two matmuls.
+        ampere_attention: whether the kernel of attention is written for Ampere, and slower than matmuls on Hopper.
         saved_scores: bytes stored per score without fused attention.
         stores_biased_scores: whether attention with a trained bias stores its scores, as on CPUs.
         sequence_parallel: whether norms and residuals are also sharded over the ranks of `tensor`.
@@ -41,6 +42,8 @@ class Software:
         logit_traffic: bytes that the loss moves per logit, in the forward and the backward pass.
         matmul_speed: speed of matmuls, relative to bf16.
         kernels: kernels in the forward pass of a block; expert_kernels: further ones of a mixture of experts.
+        hides_launches: whether the host launches kernels ahead of the GPU, so that their launches cost nothing while the
+            GPU computes; without, as with CUDA_LAUNCH_BLOCKING=1, each launch adds its time.
         overlap: share of the computing time that communication of gradients and weights can overlap with; 0: none.
         gathers_per_block: collectives in which ZeRO gathers, or reduces, a block.
         splits_sends: whether each rank of `tensor` sends only its part of the hidden states to the next stage.
@@ -68,6 +71,7 @@ class Software:
     fused_attention: bool = True
     flash_attention: bool = True
     attention_speed: float = 1.0
+    ampere_attention: bool = False
     saved_scores: float = 5.0
     stores_biased_scores: bool = False
     sequence_parallel: bool = True
@@ -81,6 +85,7 @@ class Software:
     matmul_speed: float = 1.0
     kernels: float = 30.0
     expert_kernels: float = 30.0
+    hides_launches: bool = True
     overlap: float = 0.8
     gathers_per_block: float = 1.0
     splits_sends: bool = True

@@ -195,7 +195,8 @@ def attention_seconds(part: BlockSizes, work: Workload, machine: Machine) -> flo
     is_causal = part.is_causal and soft.fused_attention
     context = (attended_tokens if is_causal else cached_tokens)(part.layer, work.sequence)
     flops = 4.0 * part.num_attention * work.tokens * context * attention_width(part.layer) / work.sizes.tensor
-    seconds = flops / (machine.matmul_flops * rates.attention * soft.attention_speed)
+    speed = soft.attention_speed * (machine.ampere_kernels if soft.ampere_attention else 1.0)
+    seconds = flops / (machine.matmul_flops * rates.attention * speed)
     if work.parallel.context_method == "ring" and work.sizes.context > 1 and part.is_causal:
         # With a causal mask, each round of the ring takes as long as a rank whose tokens attend to all its keys.
         seconds *= 2 - 1 / work.sizes.context
@@ -306,12 +307,13 @@ def model_seconds(work: Workload, machine: Machine) -> float:
         host += count * launch
     if not work.spec.score_head:
         gpu += sum(_head_seconds(work, machine))
-    return gpu + _launch_seconds(host, gpu, machine)
+    return gpu + _launch_seconds(host, gpu, work, machine)
 
 
-def _launch_seconds(host: float, gpu: float, machine: Machine) -> float:
+def _launch_seconds(host: float, gpu: float, work: Workload, machine: Machine) -> float:
     """Return the seconds of launches that the GPU's work does not hide. On a CPU both times add up."""
-    return host if machine.is_shared else max(0.0, host - gpu)
+    is_hidden = work.software.hides_launches and not machine.is_shared
+    return max(0.0, host - gpu) if is_hidden else host
 
 
 def stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
@@ -337,7 +339,7 @@ def _stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
         terms["elementwise"] += traffic
         forward += head + traffic / 2
     total = sum(terms.values())
-    terms["launch"] = _launch_seconds(host, total, machine)
+    terms["launch"] = _launch_seconds(host, total, work, machine)
     if total:
         forward *= 1 + terms["launch"] / total
     return StageTime(terms, forward, total + terms["launch"] - forward)

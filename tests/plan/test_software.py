@@ -17,6 +17,7 @@ from jingu.plan.machine import find_machine
 from jingu.plan.memory import fullest_stage
 from jingu.plan.software import Software, find_software, software_library
 from jingu.plan.step_time import step_time
+from jingu.plan.workload import num_parameters
 
 A100 = find_machine("a100-80")
 WORDS = [
@@ -97,6 +98,48 @@ def test_what_the_benchmark_plans_is_what_the_command_prints(
 def test_unknown_software_is_refused(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--software", text]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_zero_without_fsdp_shards_the_optimizer_state_alone() -> None:
+    """Bytes of a parameter on 4 ranks: weights 2, gradients 2, and 12 of masters and moments, divided by the stage."""
+    software = find_software("megatron-2021")
+    spec = gpt(4, 1024, 16, 1024, tie_word_embeddings=True)
+    for stage, divided in (
+        (0, ()),
+        (1, ("state",)),
+        (2, ("state", "gradients")),
+        (3, ("state", "gradients", "weights")),
+    ):
+        work = workload(spec, {"shard": 4} if stage else {"replicate": 4}, 1, 8, software, zero_stage=stage)
+        parts = fullest_stage(work)[1].device
+        whole = {
+            "weights": parts["weights"] + parts.get("compute weights", 0.0),
+            "gradients": parts["gradients"],
+            "state": parts["optimizer state"],
+        }
+        for (part, size), bytes_each in zip(whole.items(), (2, 2, 12), strict=True):
+            expected = bytes_each * num_parameters(spec) / (4 if part in divided else 1)
+            assert size == pytest.approx(expected, rel=1e-3), (stage, part)
+
+
+def test_launches_of_a_host_that_waits_add_their_time() -> None:
+    work = workload(gpt(4, 4096, 32, 2048), {"tensor": 2}, 4, 8, find_software("jingu,kernels=100"))
+    waits = workload(
+        gpt(4, 4096, 32, 2048), {"tensor": 2}, 4, 8, find_software("jingu,kernels=100,hides_launches=false")
+    )
+    hidden, added = step_time(work, A100), step_time(waits, A100)
+    # Two micro-batches of 4 blocks: kernels of the forward pass, of its recomputation, of the backward pass, which has
+    # twice as many, and of the collectives: 4 in each of the three passes.
+    launches = 2 * 4 * (100 * 5 + 12) * A100.efficiency.kernel_us * 1e-6
+    assert hidden["launch"] == 0 and added["launch"] == pytest.approx(launches)
+
+
+def test_kernels_written_for_ampere_are_slower_on_hopper() -> None:
+    spec = gpt(4, 4096, 32, 8192)
+    works = [workload(spec, {}, 1, 1, find_software(f"jingu,ampere_attention={value}")) for value in ("false", "true")]
+    for name, speed in (("a100", 1.0), ("h100", 0.7)):
+        new, old = (step_time(work, find_machine(name))["attention"] for work in works)
+        assert new / old == pytest.approx(speed)
 
 
 def test_every_system_can_be_planned_and_described() -> None:
