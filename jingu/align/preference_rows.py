@@ -19,7 +19,8 @@ from jingu.data.preference_data import MAX_MARGIN, join_answers
 from jingu.text.document_reader import ReadCounts
 from jingu.tune.prepare import DROPPED_PREFIX, TRUNCATED, RowKind, RowTokenizer
 from jingu.tune.row_fields import Fields, is_empty
-from jingu.tune.row_formats import ROLES, parse_row, parse_switch, read_fields
+from jingu.tune.row_formats import ROLES, parse_row, read_fields
+from jingu.tune.row_values import parse_switch
 
 # Fields that say whether an answer is desirable; LLaMA-Factory uses the second.
 LABELS = ("label", "kto_tag")

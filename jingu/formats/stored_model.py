@@ -160,7 +160,7 @@ def stored_bytes(model: StoredModel, plain_bytes: float) -> float:
     Args:
         plain_bytes: bytes of a number in those that are not quantized.
     """
-    decoder, kept_bytes = _build_stored(model)
+    decoder, stored_bytes = _build_stored(model)
     shapes = parameter_shapes(decoder.spec)
     plain = {name: part.shape for name, part in decoder.named_parameters()}
     numbers, plain_numbers = (
@@ -171,7 +171,7 @@ def stored_bytes(model: StoredModel, plain_bytes: float) -> float:
         )
         for each in (shapes, plain)
     )
-    return (kept_bytes + plain_numbers * plain_bytes) / numbers
+    return (stored_bytes + plain_numbers * plain_bytes) / numbers
 
 
 def served_bytes(model: StoredModel, plain_bytes: float) -> float:
@@ -180,8 +180,8 @@ def served_bytes(model: StoredModel, plain_bytes: float) -> float:
     Args:
         plain_bytes: bytes of a number in the parameters that are not quantized.
     """
-    decoder, kept_bytes = _build_stored(model)
-    return kept_bytes + plain_bytes * sum(part.numel() for part in decoder.parameters())
+    decoder, stored_bytes = _build_stored(model)
+    return stored_bytes + plain_bytes * sum(part.numel() for part in decoder.parameters())
 
 
 def _build_stored(model: StoredModel) -> tuple[Any, int]:

@@ -42,8 +42,8 @@ class Software:
         logit_traffic: bytes that the loss moves per logit, in the forward and the backward pass.
         matmul_speed: speed of matmuls, relative to bf16.
         kernels: kernels in the forward pass of a block; expert_kernels: further ones of a mixture of experts.
-        hides_launches: whether the host launches kernels ahead of the GPU, so that their launches cost nothing while the
-            GPU computes; without, as with CUDA_LAUNCH_BLOCKING=1, each launch adds its time.
+        hides_launches: whether the host launches kernels ahead of the GPU, so that launches cost nothing while the GPU
+            computes; otherwise, as with CUDA_LAUNCH_BLOCKING=1, each launch adds its time.
         overlap: share of the computing time that communication of gradients and weights can overlap with; 0: none.
         gathers_per_block: collectives in which ZeRO gathers, or reduces, a block.
         splits_sends: whether each rank of `tensor` sends only its part of the hidden states to the next stage.

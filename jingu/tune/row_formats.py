@@ -9,11 +9,24 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from jingu.chat.messages import ConversationError, JsonObject, Message, Role, Row, check_characters
-from jingu.tune.row_fields import WEIGHT_NAMES, Fields, find_field, is_empty, is_missing, rename_columns
-
-# A data set stores a weight in one byte, in hundredths.
-MAX_WEIGHT = 2.0
+from jingu.chat.messages import ConversationError, JsonObject, Message, Role, Row
+from jingu.tune.row_fields import WEIGHT_NAMES, Fields, find_field, is_empty, rename_columns
+from jingu.tune.row_values import (
+    MAX_WEIGHT,
+    check_list,
+    check_text,
+    check_weight,
+    is_negative,
+    optional_text,
+    parse_switch,
+    parse_tool_call,
+    quote_value,
+    take_text,
+    take_tools,
+    take_variables,
+    take_weight,
+    unexpected_value,
+)
 
 # Roles by their names in OpenAI's messages and ShareGPT's conversations.
 ROLES: dict[str, Role] = {
@@ -31,17 +44,6 @@ _ALLOWED_NEXT: dict[str | None, tuple[Role, ...]] = {
     "tool": ("assistant",),
 }
 _PLAIN_TURN = {"role", "content"}
-# Spellings of true and false, in lower case.
-_SWITCHES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-# Variables of a template that belong to the conversation, or to the way it is rendered.
-_RESERVED_VARIABLES = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "return_dict",
-)
 _HINT = "; remove it, or leave it out with data.objective.columns={{{name}: ''}}"
 
 
@@ -66,9 +68,9 @@ def parse_row(value: Any, columns: Mapping[str, str] | None = None, *, num_promp
         raise ConversationError("fields chosen and rejected: this is a preference row, not an example to imitate")
     for name in ("label", "kto_tag"):
         # A data set for classification may have other labels.
-        if name in fields and (parse_switch(fields[name]) is False or _is_negative(fields[name])):
+        if name in fields and (parse_switch(fields[name]) is False or is_negative(fields[name])):
             raise ConversationError(f"field {name}: false marks an answer not to be imitated, which tuning cannot use")
-    weight = _take_weight(fields, "")
+    weight = take_weight(fields, "")
     if not weight:
         raise ConversationError("fields weight and train: nothing of the row is to be trained")
     row = _parse_form(fields)
@@ -92,7 +94,7 @@ def parse_prompt(value: Any) -> Row:
     if is_empty(prompt):
         raise ConversationError("expected an object with the field prompt, a text or messages")
     if isinstance(prompt, str):
-        row = Row("prompt", segments=((_check_text(prompt, "prompt"), 0.0),))
+        row = Row("prompt", segments=((check_text(prompt, "prompt"), 0.0),))
     else:
         messages = _messages(fields, "prompt", prompt if isinstance(prompt, list) else [prompt])
         row = _conversation("prompt", fields, messages, is_prompt=True)
@@ -123,7 +125,7 @@ def _shapes_prompt(name: str) -> bool:
 def read_fields(value: Any, columns: Mapping[str, str] | None = None) -> Fields:
     """Return the fields of a row that have a value. Raises ConversationError unless the row is an object."""
     if not isinstance(value, dict):
-        raise ConversationError(f"expected an object with fields, not {_quote(value)}")
+        raise ConversationError(f"expected an object with fields, not {quote_value(value)}")
     return Fields(rename_columns(value, columns) if columns else value)
 
 
@@ -154,7 +156,7 @@ def _parse_form(fields: Fields) -> Row:
             if field in fields and (may_be_empty or not is_empty(fields[field])):
                 return replace(parse(fields), kind=name)
     if kind is not None:
-        raise _unexpected("type", ", ".join(_PARSERS_BY_TYPE), kind)
+        raise unexpected_value("type", ", ".join(_PARSERS_BY_TYPE), kind)
     known_fields = ", ".join([*(field for field, _ in _PARSERS_BY_FIELD.values()), "type"])
     raise ConversationError(
         f"expected one of the fields {known_fields}; it has {', '.join(map(str, fields)) or 'none'}"
@@ -164,148 +166,17 @@ def _parse_form(fields: Fields) -> Row:
 # Fields
 
 
-def _quote(value: Any) -> str:
-    """Return the start of a value as JSON. Halves of characters, which cannot be printed, are written as escapes."""
-    text = json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
-    return text if len(text) <= 40 else f"{text[:40]}…"
-
-
-def _unexpected(field: str, expected: str, value: Any) -> ConversationError:
-    return ConversationError(f"field {field}: expected {expected}, not {_quote(value)}")
-
-
-def _take_text(fields: Fields, name: str) -> str:
-    if name not in fields:
-        raise ConversationError(f"field {name}: expected text, but it is missing")
-    return _check_text(fields.pop(name), name)
-
-
-def _optional_text(value: Any, name: str) -> str:
-    """Return the text of a field; empty if it is absent or empty."""
-    return "" if value is None or value == "" else _check_text(value, name)
-
-
-def _check_text(text: Any, name: str) -> str:
-    if not isinstance(text, str) or not text.strip():
-        raise _unexpected(name, "text that is not empty", text)
-    check_characters(text, f"field {name}: ")
-    return text
-
-
-def _check_list(items: Any, name: str) -> list[Any]:
-    if not isinstance(items, list) or not items:
-        raise _unexpected(name, "a list that is not empty", items)
-    return items
-
-
-def parse_switch(value: Any) -> bool | None:
-    """Return a value that stands for true or false: a boolean, 1 or 0, or one of these as text; None for any other."""
-    return _SWITCHES.get(str(value).strip().lower())
-
-
-def _is_negative(value: Any) -> bool:
-    return isinstance(value, int | float) and value < 0
-
-
-def _take_weight(fields: Fields, prefix: str) -> float:
-    """Return the loss weight of a row or a message; a false `train` stands for 0.
-
-    Args:
-        prefix: path of the message in its row, for error messages.
-    """
-    if WEIGHT_NAMES.isdisjoint(fields):
-        return 1.0
-    train_name, weight_name = (f"{prefix}{fields.spelling(name)}" for name in ("train", "weight"))
-    train = fields.take("train")
-    weight = fields.take("weight")
-    is_trained = True if train is None else parse_switch(train)
-    if is_trained is None:
-        raise _unexpected(train_name, "true or false", train)
-    factor = 1.0 if weight is None else _check_weight(weight, weight_name)
-    return factor if is_trained else 0.0
-
-
-def _check_weight(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_WEIGHT:
-        raise _unexpected(name, f"a number from 0 to {MAX_WEIGHT:g}", value)
-    return float(value)
-
-
-def _take_tools(fields: Fields) -> tuple[JsonObject, ...]:
-    """Return the tool definitions of a row, which may be a list or the JSON text of one."""
-    name = fields.spelling("tools")
-    value = fields.take("tools")
-    if is_empty(value) or value == "null":
-        return ()
-    tools = _parse_json(value) if isinstance(value, str) else value
-    if isinstance(tools, list):
-        tools = [_parse_json(tool) if isinstance(tool, str) else tool for tool in tools]
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise _unexpected(name, "a list of objects", value)
-    check_characters(json.dumps(tools, ensure_ascii=False), f"field {name}: ")
-    return tuple(tools)
-
-
-def _take_variables(fields: Fields) -> JsonObject:
-    """Return the variables that a row gives to its chat template."""
-    name = fields.spelling("chat_template_kwargs")
-    value = fields.take("chat_template_kwargs")
-    if is_empty(value) or value == "null":
-        return {}
-    variables = _parse_json(value) if isinstance(value, str) else value
-    if not isinstance(variables, dict):
-        raise _unexpected(name, "an object", value)
-    for key in _RESERVED_VARIABLES:
-        if key in variables:
-            raise ConversationError(f"field {name}: {key} is not a variable that a row can set")
-    check_characters(json.dumps(variables, ensure_ascii=False), f"field {name}: ")
-    # Tables write null for the variables of other rows.
-    return {key: item for key, item in variables.items() if not is_missing(item)}
-
-
-def _tool_call(value: Any, name: str) -> JsonObject:
-    """Return a tool call with its name, arguments and, if it has one, id.
-
-    Args:
-        value: an object with `name` and `arguments`, or with `function`, which holds them; or the JSON text of one.
-        name: path of the call in its row, for error messages.
-    """
-    call = _parse_json(value) if isinstance(value, str) else value
-    identity = {}
-    if isinstance(call, dict):
-        if call.get("id"):
-            identity = {"id": _check_text(call["id"], f"{name}.id")}
-        call = call.get("function", call)
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise _unexpected(name, "a call with name and arguments", value)
-    arguments = call.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = _parse_json(arguments)
-    if not isinstance(arguments, dict):
-        raise _unexpected(f"{name}.arguments", "an object", call.get("arguments"))
-    check_characters(json.dumps([call["name"], arguments], ensure_ascii=False), f"field {name}: ")
-    return {"name": call["name"], "arguments": arguments, **identity}
-
-
-def _parse_json(text: str) -> Any:
-    """Return the value of JSON text; None if it is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 # Forms
 
 
 def _pretrain(fields: Fields) -> Row:
-    return Row("pretrain", segments=((_take_text(fields, "text"), 1.0),))
+    return Row("pretrain", segments=((take_text(fields, "text"), 1.0),))
 
 
 def _completion(fields: Fields) -> Row:
     if not isinstance(fields["prompt"], list):
-        prompt = _take_text(fields, "prompt")
-        return Row("completion", segments=((prompt, 0.0), (_take_text(fields, "completion"), 1.0)))
+        prompt = take_text(fields, "prompt")
+        return Row("completion", segments=((prompt, 0.0), (take_text(fields, "completion"), 1.0)))
     # The prompt is a list of messages: one conversation, divided into prompt and completion.
     prompt = fields.pop("prompt")
     completion = fields.pop("completion", [])
@@ -314,7 +185,7 @@ def _completion(fields: Fields) -> Row:
     if isinstance(completion, dict):
         completion = [completion]
     if not isinstance(completion, list):
-        raise _unexpected("completion", "a text, a message or a list of messages", completion)
+        raise unexpected_value("completion", "a text, a message or a list of messages", completion)
     context = [replace(message, is_prompt=True) for message in _messages(fields, "prompt", prompt)]
     return _conversation("completion", fields, [*context, *_messages(fields, "completion", completion)])
 
@@ -324,15 +195,15 @@ def _question(instruction: str, text: str) -> Message:
 
 
 def _instruct(fields: Fields) -> Row:
-    question = _question(_take_text(fields, "instruct"), _optional_text(fields.pop("input", None), "input"))
+    question = _question(take_text(fields, "instruct"), optional_text(fields.pop("input", None), "input"))
     return _conversation("instruct", fields, [question, _answer(fields, "output")])
 
 
 def _answer(fields: Fields, name: str) -> Message:
     """Return the answer of a row that has a single one."""
     spelling = fields.spelling("reasoning_content")
-    reasoning = _optional_text(fields.take("reasoning_content"), spelling)
-    return Message("assistant", _take_text(fields, name), reasoning_content=reasoning)
+    reasoning = optional_text(fields.take("reasoning_content"), spelling)
+    return Message("assistant", take_text(fields, name), reasoning_content=reasoning)
 
 
 def _alpaca(fields: Fields, question: str = "instruction", answer: str = "output") -> Row:
@@ -342,38 +213,38 @@ def _alpaca(fields: Fields, question: str = "instruction", answer: str = "output
         question: the field of the question.
         answer: the field of the answer.
     """
-    text = _optional_text(fields.pop("input", None), "input")
+    text = optional_text(fields.pop("input", None), "input")
     if text and is_empty(fields.get(question)):
         # Some data sets put the whole question into `input`.
         fields.pop(question, None)
         message = Message("user", text)
     else:
-        message = _question(_take_text(fields, question), text)
+        message = _question(take_text(fields, question), text)
     return _conversation("alpaca", fields, [message, _answer(fields, answer)])
 
 
 def _rounds(fields: Fields, kind: str) -> Row:
     """Parse a list of rounds: ["ask", text], ["ans", text, weight?] or ["api", call, result?]."""
     messages = []
-    for index, turn in enumerate(_check_list(fields.pop("rounds", None), "rounds")):
+    for index, turn in enumerate(check_list(fields.pop("rounds", None), "rounds")):
         name = f"rounds[{index}]"
         match turn:
             case ["ask", text]:
-                messages.append(Message("user", _check_text(text, name)))
+                messages.append(Message("user", check_text(text, name)))
             case ["ans", text]:
-                messages.append(Message("assistant", _check_text(text, name)))
+                messages.append(Message("assistant", check_text(text, name)))
             case ["ans", text, weight]:
-                weight = _check_weight(weight, f"{name}[2]")
-                message = Message("assistant", _check_text(text, name), weight=weight)
+                weight = check_weight(weight, f"{name}[2]")
+                message = Message("assistant", check_text(text, name), weight=weight)
                 messages.append(message)
             case ["api", call, *results] if len(results) <= 1:
-                messages.append(Message("assistant", "", (_tool_call(call, f"{name}[1]"),)))
+                messages.append(Message("assistant", "", (parse_tool_call(call, f"{name}[1]"),)))
                 messages += [Message("tool", _tool_result(result, name)) for result in results]
             case _:
                 raise ConversationError(f'field {name}: expected ["ask", text], ["ans", text] or ["api", call, return]')
     if kind == "ref_qa":
         # The first question is about a reference text, which goes before it.
-        reference = _take_text(fields, "reference")
+        reference = take_text(fields, "reference")
         first = next((index for index, message in enumerate(messages) if message.role == "user"), None)
         if first is not None:
             messages[first] = Message("user", f"{reference}\n\n{messages[first].content}")
@@ -381,7 +252,7 @@ def _rounds(fields: Fields, kind: str) -> Row:
 
 
 def _tool_result(value: Any, name: str) -> str:
-    return _check_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), name)
+    return check_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), name)
 
 
 def _chat(fields: Fields, field: str) -> Row:
@@ -400,19 +271,19 @@ def _messages(fields: Fields, field: str, turns: Any) -> list[Message]:
         field: name of the list, for error messages.
     """
     messages = []
-    for index, turn in enumerate(_check_list(turns, field)):
+    for index, turn in enumerate(check_list(turns, field)):
         name = f"{field}[{index}]"
         if isinstance(turn, dict) and turn.keys() == _PLAIN_TURN and isinstance(turn["content"], str):
             # Most messages have nothing else, and are read faster.
             role = turn["role"]
             if isinstance(role, str) and role in ROLES:
-                messages.append(Message(ROLES[role], _check_text(turn["content"], f"{name}.content")))
+                messages.append(Message(ROLES[role], check_text(turn["content"], f"{name}.content")))
                 continue
         keys = ("from", "value") if isinstance(turn, dict) and "from" in turn and "role" not in turn else None
         role_key, content_key = keys or ("role", "content")
         if not isinstance(turn, dict) or role_key not in turn:
             expected_keys = ("from", "value") if field == "conversations" else ("role", "content")
-            raise _unexpected(name, "an object with {} and {}".format(*expected_keys), turn)
+            raise unexpected_value(name, "an object with {} and {}".format(*expected_keys), turn)
         turn = Fields(turn, "message")
         message = _message(turn, name, role_key, content_key)
         if turn:
@@ -436,22 +307,22 @@ def _message(turn: Fields, name: str, role_key: str, content_key: str) -> Messag
         # ShareGPT has a role for tool calls; the content is the call.
         role, calls, content = "assistant", [content], None
     if not isinstance(role, str) or role not in ROLES:
-        raise _unexpected(f"{name}.{role_key}", ", ".join([*ROLES, "function_call"]), role)
+        raise unexpected_value(f"{name}.{role_key}", ", ".join([*ROLES, "function_call"]), role)
     if "function_call" in turn and not calls:
         calls = [turn.pop("function_call")]
     if not isinstance(calls, list):
-        raise _unexpected(f"{name}.tool_calls", "a list", calls)
-    tool_calls = tuple(_tool_call(call, f"{name}.tool_calls[{place}]") for place, call in enumerate(calls))
+        raise unexpected_value(f"{name}.tool_calls", "a list", calls)
+    tool_calls = tuple(parse_tool_call(call, f"{name}.tool_calls[{place}]") for place, call in enumerate(calls))
     if isinstance(content, list):
         content = "".join(_content_part(part, f"{name}.{content_key}[{at}]") for at, part in enumerate(content))
-    text = _check_text(content, f"{name}.{content_key}") if content or not tool_calls else ""
+    text = check_text(content, f"{name}.{content_key}") if content or not tool_calls else ""
     if not turn and not tool_calls:
         return Message(ROLES[role], text)
     spelling = turn.spelling("reasoning_content")
-    reasoning = _optional_text(turn.take("reasoning_content"), f"{name}.{spelling}")
-    author, call_id = (_optional_text(turn.pop(key, None), f"{name}.{key}") for key in ("name", "tool_call_id"))
+    reasoning = optional_text(turn.take("reasoning_content"), f"{name}.{spelling}")
+    author, call_id = (optional_text(turn.pop(key, None), f"{name}.{key}") for key in ("name", "tool_call_id"))
     has_weight = not WEIGHT_NAMES.isdisjoint(turn)
-    weight = _take_weight(turn, f"{name}.")
+    weight = take_weight(turn, f"{name}.")
     if ROLES[role] != "assistant":
         forbidden = {"have reasoning": reasoning, "have tool calls": tool_calls, "be trained": has_weight and weight}
         for what, value in forbidden.items():
@@ -466,11 +337,11 @@ def _content_part(part: Any, name: str) -> str:
         part = Fields(part, "message")
         kind = part.pop("type", "text")
         if kind != "text":
-            raise ConversationError(f"field {name}: only text can be trained on, not {_quote(kind)}")
+            raise ConversationError(f"field {name}: only text can be trained on, not {quote_value(kind)}")
         text = part.pop("text", None)
         part.account_for_rest("a message", [str(text)], prefix=f"{name}.")
         part = text
-    return _check_text(part, name)
+    return check_text(part, name)
 
 
 def _conversation(kind: str, fields: Fields, messages: list[Message], *, is_prompt: bool = False) -> Row:
@@ -487,8 +358,8 @@ def _conversation(kind: str, fields: Fields, messages: list[Message], *, is_prom
     variables: JsonObject = {}
     if fields:
         messages = _add_context(fields, messages)
-        tools = _take_tools(fields)
-        variables = _take_variables(fields)
+        tools = take_tools(fields)
+        variables = take_variables(fields)
     messages_merged = _continue_prefill(_merge(messages))
     last = messages_merged[-1]
     if not is_prompt and last.role != "assistant":
@@ -502,7 +373,7 @@ def _conversation(kind: str, fields: Fields, messages: list[Message], *, is_prom
 def _add_context(fields: Fields, messages: list[Message]) -> list[Message]:
     """Return messages after the system message and the history that stand beside them in the row."""
     name = fields.spelling("system")
-    system = _optional_text(fields.take("system"), name)
+    system = optional_text(fields.take("system"), name)
     history = fields.take("history")
     if not system and is_empty(history):
         return messages
@@ -519,15 +390,15 @@ def _add_context(fields: Fields, messages: list[Message]) -> list[Message]:
 def _history(fields: Fields, history: Any) -> list[Message]:
     """Return the messages of a history: pairs of question and answer, or messages."""
     if not isinstance(history, list):
-        raise _unexpected("history", "a list of [question, answer]", history)
+        raise unexpected_value("history", "a list of [question, answer]", history)
     if history and isinstance(history[0], dict):
         return _messages(fields, "history", history)
     messages = []
     for index, pair in enumerate(history):
         name = f"history[{index}]"
         if not isinstance(pair, list) or len(pair) != 2:
-            raise _unexpected(name, "[question, answer]", pair)
-        messages += [Message("user", _check_text(pair[0], name)), Message("assistant", _check_text(pair[1], name))]
+            raise unexpected_value(name, "[question, answer]", pair)
+        messages += [Message("user", check_text(pair[0], name)), Message("assistant", check_text(pair[1], name))]
     return messages
 
 
