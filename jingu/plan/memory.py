@@ -384,7 +384,7 @@ def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, 
 
 
 def _whole_memory(work: Workload, parts: list[tuple[RankShare, int]]) -> _WeightCopies:
-    """Return what a system without FSDP has beside the shards: whole weights with ZeRO 1 and 2, and gradients with 1."""
+    """Return what a system without FSDP has beside its shards: ZeRO 1 and 2 divide no weights, and 1 no gradients."""
     soft, zero = work.software, work.parallel.zero_stage
     if zero not in (1, 2):
         return _WeightCopies()

@@ -163,9 +163,6 @@ def _parse_form(fields: Fields) -> Row:
     )
 
 
-# Fields
-
-
 # Forms
 
 
