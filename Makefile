@@ -3,9 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# Tests start hundreds of processes, each of which would compile the package again.
-unexport PYTHONDONTWRITEBYTECODE
-
 .PHONY: develop quickstart test test-all test-changed check site format bench clean
 
 .venv/core: pyproject.toml constraints.txt

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, is_typeddict
 
@@ -58,11 +59,18 @@ class Command:
         try:
             function: Callable[..., int | None] = pkgutil.resolve_name(f"jingu.{self.target}")
         finally:
-            # Only the first time: a program that runs several commands may have garbage of earlier ones.
-            if not gc.get_freeze_count():
-                gc.freeze()
+            _freeze_once()
             gc.enable()
         return function
+
+
+@cache
+def _freeze_once() -> None:
+    """Freeze all objects, only the first time: a program that runs several commands may have garbage of earlier ones.
+
+    Asking for the number of frozen objects would count all of them each time.
+    """
+    gc.freeze()
 
 
 def group_options(function: Callable[..., object], options: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import grimp
@@ -36,6 +37,13 @@ def read_commands() -> dict[str, str]:
     return {name: f"jingu.{command['run'].partition(':')[0]}" for name, command in table["commands"].items()}
 
 
+@cache
+def import_graph() -> grimp.ImportGraph:
+    """The imports of the package's modules."""
+    return grimp.build_graph("jingu", exclude_type_checking_imports=True, cache_dir=None)
+
+
+@cache
 def imported_names(path: Path) -> tuple[set[str], set[str]]:
     """Names that a file imports, with those that may be attributes of a module, and its texts."""
     names: set[str] = set()
@@ -73,8 +81,7 @@ def reached_tests(changed: Iterable[str]) -> list[str]:
     changed = set(changed)
     if changed & EVERYTHING:
         return ["tests"]
-    graph = grimp.build_graph("jingu", exclude_type_checking_imports=True, cache_dir=None)
-    reached = reached_modules(graph, changed)
+    reached = reached_modules(import_graph(), changed)
     commands = read_commands()
     # Helpers of tests reach the files that import them, as other modules do.
     files = sorted((ROOT / "tests").rglob("*.py"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+# Tests start hundreds of processes, each of which would compile the package again. An empty text means no.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 # Before anything imports torch, here and in the processes that tests start: the machine has few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -13,6 +15,7 @@ import heapq
 import json
 import shlex
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -62,7 +65,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the number of examples of property tests before their modules are imported."""
+    """Choose the number of examples of property tests before their modules are imported, and keep what is compiled."""
+    sys.dont_write_bytecode = False
     if config.option.markexpr == "not slow":
         hypothesis.settings.load_profile("quick")
 
@@ -109,8 +113,13 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 def pytest_collection_finish() -> None:
-    """What the tests' modules have imported stays: to look through all of it again and again is a tenth of the work."""
+    """What the tests' modules have imported stays: to look through all of it again and again is a tenth of the work.
+
+    And runs that name no number of threads take one, as other tests take the other cores.
+    """
     gc.freeze()
+    if "jingu.runtime.ranks" in sys.modules:
+        sys.modules["jingu.runtime.ranks"].num_usable_cores = lambda: 1  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,7 @@ assert tokens == greedy[len(prompt) - 1 : -1].tolist()
 def copy(tmp_path: Path) -> Path:
     """A copy of jingu with the two files and the table of the guide."""
     package = tmp_path / "copy" / "jingu"
-    shutil.copytree(ROOT / "jingu", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "jingu", package)  # with its bytecode, or each process would compile it again
     spec, module = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
     (table,) = re.findall(r"^```toml\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
     specs = package / "model" / "mixer_specs.py"

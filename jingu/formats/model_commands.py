@@ -12,8 +12,8 @@ from jingu.formats.models import open_model, read_spec
 from jingu.formats.stored_model import TensorMismatchError
 from jingu.formatting import format_bytes, print_table
 from jingu.model.count import count_parameters, flops_per_token, generation_flops
-from jingu.model.decoder import parameter_shapes
 from jingu.model.families import FAMILIES
+from jingu.model.parameter_table import parameter_sizes
 from jingu.model.spec import ModelSpec
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_formats import find_tokenizer_file
@@ -32,7 +32,7 @@ def list_models() -> None:
 
 
 def _sizes(spec: ModelSpec) -> tuple[str, ...]:
-    total = count_parameters(spec, parameter_shapes(spec)).total
+    total = count_parameters(spec, parameter_sizes(spec)).total
     layers = f"{spec.num_encoder_layers}+{spec.num_layers}" if spec.num_encoder_layers else str(spec.num_layers)
     return f"{total:,}", layers, str(spec.hidden_size), str(spec.attention.num_heads), str(spec.max_position_embeddings)
 
@@ -84,7 +84,7 @@ def _facts(path: Path) -> dict[str, Any]:
             problems.append(error.what)
     if tokenizer_folder is None:
         problems.append("there is no tokenizer.")
-    shapes = parameter_shapes(spec)
+    shapes = parameter_sizes(spec)
     count = count_parameters(spec, shapes)
     context = spec.max_position_embeddings
     source = context if spec.num_encoder_layers else 0

@@ -44,6 +44,10 @@ class _StepRecorder(TorchDispatchMode):
         super().__init__()
         self.record = StepRecord()
         self._storages: dict[int, weakref.ref[Any]] = {}
+        # Bytes of each storage when they were last counted, and their sum. A storage grows only in FSDP's operations,
+        # so that the sum is at least what all storages have now.
+        self._counted: dict[int, int] = {}
+        self._bound = 0
 
     def watch(self, value: object, inputs: Container[int] = ()) -> bool:
         """Count the storages of tensors as long as they live; return whether there are new ones.
@@ -56,15 +60,20 @@ class _StepRecorder(TorchDispatchMode):
         for key, storage in _storages(value).items():
             if key not in self._storages and key not in inputs:
                 self._storages[key] = weakref.ref(storage, partial(self._forget, key))
+                self._counted[key] = storage.nbytes()
+                self._bound += self._counted[key]
         return len(self._storages) > before
 
     def _forget(self, key: int, _reference: object) -> None:
         self._storages.pop(key, None)
+        self._bound -= self._counted.pop(key, 0)
 
     def total(self) -> int:
         """Return the bytes of all live storages."""
-        storages = [reference() for reference in list(self._storages.values())]
-        return sum(storage.nbytes() for storage in storages if storage is not None)
+        storages = [(key, reference()) for key, reference in list(self._storages.items())]
+        self._counted = {key: storage.nbytes() for key, storage in storages if storage is not None}
+        self._bound = sum(self._counted.values())
+        return self._bound
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Operations on a DTensor arrive here a second time, on its local tensor: count only those.
@@ -84,7 +93,8 @@ class _StepRecorder(TorchDispatchMode):
         if func.name().partition(".")[0].endswith("_wrap_tensor_autograd"):
             return result
         # FSDP allocates memory by resizing known storages before it gathers into them.
-        if self.watch(result) or func.namespace == "fsdp":
+        is_new = self.watch(result)
+        if func.namespace == "fsdp" or (is_new and self._bound > self.record.peak):
             self.record.peak = max(self.record.peak, self.total())
         return result
 
