@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -265,7 +266,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.cut_after = None
             self.wfile.write(content[start : start + cut])
             self.wfile.flush()
-            self.connection.close()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
             return
         self.wfile.write(content[start:])
 

@@ -75,17 +75,18 @@ def read_code(folder: Path, code: int) -> int:
     return combine_exit_codes(codes.values(), is_node_lost=bool(starts - codes.keys()))
 
 
-def find_lost_node(node_list: str, seconds: float = _STEADY_SECONDS) -> str | None:
+def find_lost_node(node_list: str, seconds: float | None = None) -> str | None:
     """Watch the nodes of a job for some seconds; return the name of one that Slurm has lost, or on which slurmd ends.
 
     Args:
         node_list: nodes in Slurm's notation (`SLURM_JOB_NODELIST`).
+        seconds: how long to watch; None: as long as slurmd may take to end.
 
     Returns:
         None if all nodes answer, or if Slurm does not say where they should.
     """
     match = _PORT.search(_ask_slurm("show", "config"))
-    end = time.monotonic() + seconds
+    end = time.monotonic() + (_STEADY_SECONDS if seconds is None else seconds)
     while match is not None:
         for node in map(_NODE.search, _ask_slurm("--oneliner", "show", "node", node_list).splitlines()):
             if node is not None and (_LOST_STATES.search(node["state"]) or not _answers(node, int(match[1]))):

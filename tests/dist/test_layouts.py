@@ -387,12 +387,24 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
+def spec_with_state(mixer: str) -> ModelSpec:
+    kinds = {"state": {"mixer": STATES[mixer]}, "full": {}}
+    return replace_fields(MODELS["llama"], num_layers=3, layer_kinds=kinds, layer_pattern=("state", "full", "state"))
+
+
 @pytest.mark.parametrize("mixer", STATES)
 def test_layers_with_a_state(mixer, ranks):
     """Documents start anywhere in a row; with 4 ranks of `tensor`, two share a head of the keys."""
-    kinds = {"state": {"mixer": STATES[mixer]}, "full": {}}
-    spec = replace_fields(MODELS["llama"], num_layers=3, layer_kinds=kinds, layer_pattern=("state", "full", "state"))
-    layouts = [{"tensor": 2, "zero_stage": 3}, {"pipeline": 2, "tensor": 2}, {"zero_stage": 2}, {"zero_stage": 3}]
+    spec = spec_with_state(mixer)
+    layouts = [{"tensor": 4 if mixer != "state space" else 2, "zero_stage": 3}, {"pipeline": 2, "tensor": 2}]
+    check(ranks, spec, 4, layouts, documents=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", STATES)
+def test_layers_with_a_state_in_more_layouts(mixer, ranks):
+    spec = spec_with_state(mixer)
+    layouts = [{"tensor": 2, "zero_stage": 3}, {"zero_stage": 2}, {"zero_stage": 3}]
     layouts += [{"tensor": 4}] if mixer != "state space" else []
     check(ranks, spec, 4, layouts, documents=True)
     # Split backward passes: the convolutions' kernels are used transposed.
