@@ -17,6 +17,11 @@ from typing import Any
 from tests.limits import PATIENCE
 
 
+# What ranks import in any case, and would each import again.
+PRELOADED = ("jingu.training.commands", "jingu.parallel.scheduled_stage", "tests.conftest", "torch._dynamo")
+PRELOADED += ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed._tools")
+
+
 class RankError(AssertionError):
     """A call failed on some rank; carries that rank's traceback."""
 
@@ -36,7 +41,7 @@ class RankPool:
     def _start(self, world: int) -> None:
         """Have as many workers as ranks."""
         context, started = multiprocessing.get_context("forkserver"), len(self._workers)
-        context.set_forkserver_preload(["jingu.training.commands"])
+        context.set_forkserver_preload([*PRELOADED])
         for _ in range(started, world):
             here, there = context.Pipe()
             worker = context.Process(target=_serve, args=(there,), daemon=True)
