@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from unittest.mock import patch
 
 from jingu.runtime.signals import LAUNCHER_PIPE
 from tests.e2e.warm import exit_code
+from tests.rank_pool import fork_context
 
 
 class ForkedRank:
@@ -39,9 +39,7 @@ class ForkedRank:
         # A connection is the one thing that multiprocessing passes to a process together with its descriptor.
         outputs = [Connection(os.dup(descriptor), readable=False) for descriptor in descriptors]
         inherited = {number: Connection(os.dup(number), writable=False) for number in pass_fds}
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["jingu.training.commands"])
-        self._process = context.Process(target=_run, args=(command[3:], env, Path.cwd(), outputs, inherited))
+        self._process = fork_context().Process(target=_run, args=(command[3:], env, Path.cwd(), outputs, inherited))
         self._process.start()
         for connection in (*outputs, *inherited.values()):
             connection.close()

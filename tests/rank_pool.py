@@ -26,6 +26,13 @@ class RankError(AssertionError):
     """A call failed on some rank; carries that rank's traceback."""
 
 
+def fork_context() -> Any:
+    """Return where processes start as forks of one process that has imported what ranks need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED])
+    return context
+
+
 class RankPool:
     """Worker processes that live as long as the test session. They start when they are first needed: as forks of one
     process that has imported torch and jingu, with no thread but its first.
@@ -40,8 +47,7 @@ class RankPool:
 
     def _start(self, world: int) -> None:
         """Have as many workers as ranks."""
-        context, started = multiprocessing.get_context("forkserver"), len(self._workers)
-        context.set_forkserver_preload([*PRELOADED])
+        context, started = fork_context(), len(self._workers)
         for _ in range(started, world):
             here, there = context.Pipe()
             worker = context.Process(target=_serve, args=(there,), daemon=True)

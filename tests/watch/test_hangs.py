@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import signal
 import threading
@@ -25,6 +24,7 @@ from jingu.runtime.exit_codes import EXIT_STALLED, WATCHDOG_SIGNAL
 from jingu.runtime.ranks import RankInfo
 from jingu.watch.activity import Activity, watch_rank
 from tests.limits import PATIENCE
+from tests.rank_pool import fork_context
 
 WORLD = 4
 CULPRIT = 2
@@ -140,8 +140,7 @@ def run_rank(rank: int, store: str, folder: str, fault: Callable[[Rank], None]) 
 
 @contextmanager
 def start_ranks(folder: Path, fault: Callable[[Any], None], run: Callable[..., None] = run_rank) -> Iterator[list[Any]]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["jingu.training.commands"])
+    context = fork_context()
     arguments = (str(folder / "store"), str(folder), fault)
     processes = [context.Process(target=run, args=(rank, *arguments)) for rank in range(WORLD)]
     for process in processes:
