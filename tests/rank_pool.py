@@ -16,7 +16,6 @@ from typing import Any
 
 from tests.limits import PATIENCE
 
-
 # What ranks import in any case, and would each import again.
 PRELOADED = ("jingu.training.commands", "jingu.parallel.scheduled_stage", "tests.conftest", "torch._dynamo")
 PRELOADED += ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed._tools")
