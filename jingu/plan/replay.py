@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,16 +49,11 @@ class _StepRecorder(TorchDispatchMode):
         self._counted: dict[int, int] = {}
         self._bound = 0
 
-    def watch(self, value: object, inputs: Container[int] = ()) -> bool:
-        """Count the storages of tensors as long as they live; return whether there are new ones.
-
-        Args:
-            value: tensors in any nested structure.
-            inputs: keys of storages to ignore.
-        """
+    def watch(self, value: object) -> bool:
+        """Count the storages of tensors, in any structure, as long as they live; return whether there are new ones."""
         before = len(self._storages)
         for key, storage in _storages(value).items():
-            if key not in self._storages and key not in inputs:
+            if key not in self._storages:
                 self._storages[key] = weakref.ref(storage, partial(self._forget, key))
                 self._counted[key] = storage.nbytes()
                 self._bound += self._counted[key]
@@ -93,8 +88,7 @@ class _StepRecorder(TorchDispatchMode):
         if func.name().partition(".")[0].endswith("_wrap_tensor_autograd"):
             return result
         # FSDP allocates memory by resizing known storages before it gathers into them.
-        is_new = self.watch(result)
-        if func.namespace == "fsdp" or (is_new and self._bound > self.record.peak):
+        if (self.watch(result) and self._bound > self.record.peak) or func.namespace == "fsdp":
             self.record.peak = max(self.record.peak, self.total())
         return result
 
