@@ -52,7 +52,8 @@ class _StepRecorder(TorchDispatchMode):
     def watch(self, value: object) -> bool:
         """Count the storages of tensors, in any structure, as long as they live; return whether there are new ones."""
         before = len(self._storages)
-        for key, storage in _storages(value).items():
+        for storage in _storages(value):
+            key = storage_key(storage)
             if key not in self._storages:
                 self._storages[key] = weakref.ref(storage, partial(self._forget, key))
                 self._counted[key] = storage.nbytes()
@@ -93,11 +94,17 @@ class _StepRecorder(TorchDispatchMode):
         return result
 
 
-def _storages(value: object) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of all tensors in a value, by key. Weights in a layout of oneDNN have none."""
-    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout == torch.strided)
-    storages = [(leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage() for leaf in leaves]
-    return {storage_key(storage): storage for storage in storages}
+def _storages(value: object) -> list[torch.UntypedStorage]:
+    """Return the storages of all tensors in lists, tuples and mappings, of a DTensor that of its part.
+
+    Each operation asks for them. Weights in a layout of oneDNN have none.
+    """
+    if isinstance(value, Tensor):
+        part = value.to_local() if isinstance(value, DTensor) else value
+        return [part.untyped_storage()] if part.layout == torch.strided else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [found for part in value for found in _storages(part)] if isinstance(value, list | tuple) else []
 
 
 @contextmanager
@@ -123,4 +130,4 @@ def record_step(step: Callable[[], object], state: object) -> StepRecord:
 
 def storage_bytes(state: object) -> int:
     """Return the bytes of the storages of all tensors in a value, each counted once."""
-    return sum(storage.nbytes() for storage in _storages(state).values())
+    return sum({storage_key(storage): storage.nbytes() for storage in _storages(state)}.values())
