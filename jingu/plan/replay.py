@@ -52,12 +52,10 @@ class _StepRecorder(TorchDispatchMode):
     def watch(self, value: object) -> bool:
         """Count the storages of tensors, in any structure, as long as they live; return whether there are new ones."""
         before = len(self._storages)
-        for storage in _storages(value):
-            key = storage_key(storage)
+        for key, storage in _storages(value):
             if key not in self._storages:
                 self._storages[key] = weakref.ref(storage, partial(self._forget, key))
-                self._counted[key] = storage.nbytes()
-                self._bound += self._counted[key]
+                self._bound += self._counted.setdefault(key, storage.nbytes())
         return len(self._storages) > before
 
     def _forget(self, key: int, _reference: object) -> None:
@@ -66,8 +64,8 @@ class _StepRecorder(TorchDispatchMode):
 
     def total(self) -> int:
         """Return the bytes of all live storages."""
-        storages = [(key, reference()) for key, reference in list(self._storages.items())]
-        self._counted = {key: storage.nbytes() for key, storage in storages if storage is not None}
+        references = list(self._storages.items())
+        self._counted = {key: found.nbytes() for key, reference in references if (found := reference()) is not None}
         self._bound = sum(self._counted.values())
         return self._bound
 
@@ -82,8 +80,7 @@ class _StepRecorder(TorchDispatchMode):
             self.record.sizes[key] += sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
         # Buffers that are reused may be older than this recorder: those in which pipeline stages receive, and those in
         # which FSDP gathers, which it resizes.
-        inputs = [args, kwargs]
-        self.watch(inputs)
+        self.watch([args, kwargs])
         result = func(*args, **(kwargs or {}))
         # The wrapper around a pending result has no memory of its own.
         if func.name().partition(".")[0].endswith("_wrap_tensor_autograd"):
@@ -94,17 +91,16 @@ class _StepRecorder(TorchDispatchMode):
         return result
 
 
-def _storages(value: object) -> list[torch.UntypedStorage]:
-    """Return the storages of all tensors in lists, tuples and mappings, of a DTensor that of its part.
+def _storages(value: Any) -> list[tuple[int, torch.UntypedStorage]]:
+    """Return the storages of all tensors in lists, tuples and dictionaries, with their keys; of a DTensor, its part's.
 
     Each operation asks for them. Weights in a layout of oneDNN have none.
     """
     if isinstance(value, Tensor):
         part = value.to_local() if isinstance(value, DTensor) else value
-        return [part.untyped_storage()] if part.layout == torch.strided else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [found for part in value for found in _storages(part)] if isinstance(value, list | tuple) else []
+        return [(storage_key(part.untyped_storage()), part.untyped_storage())] if part.layout == torch.strided else []
+    parts = value.values() if isinstance(value, dict) else value
+    return [found for part in parts for found in _storages(part)] if isinstance(value, dict | list | tuple) else []
 
 
 @contextmanager
@@ -130,4 +126,4 @@ def record_step(step: Callable[[], object], state: object) -> StepRecord:
 
 def storage_bytes(state: object) -> int:
     """Return the bytes of the storages of all tensors in a value, each counted once."""
-    return sum({storage_key(storage): storage.nbytes() for storage in _storages(state)}.values())
+    return sum({key: storage.nbytes() for key, storage in _storages(state)}.values())
