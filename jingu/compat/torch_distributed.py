@@ -229,6 +229,11 @@ def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(meshes)
 
 
+def unwrap_pending(tensor: Tensor) -> Tensor:
+    """Return the result that a pending collective writes, without its wrapper, which has no memory of its own."""
+    return tensor.elem if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
+
+
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether a tensor is a DTensor, without importing DTensor, which is slow."""
     module = sys.modules.get("torch.distributed.tensor")

@@ -34,10 +34,11 @@ from jingu.parallel.zero import apply_zero
 # Source of the weights: a seed, a function that reads a whole parameter by name, or None.
 Weights = int | TensorReader | None
 # Name prefixes of slow operations (matmuls, attention, collectives): selective activation checkpointing saves their
-# results.
+# results. It gathers again, because saved together with partial sums, gathered tokens would need more memory than no
+# checkpointing at all.
 SAVED_OPERATIONS = (
     *("mm", "_scaled_mm", "bmm", "addmm", "baddbmm", "grouped", "_scaled_dot_product", "flex_attention"),
-    *("all_to_all", "all_reduce", "all_gather", "reduce_scatter"),
+    *("all_to_all", "all_reduce", "reduce_scatter"),
 )
 
 

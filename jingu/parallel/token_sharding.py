@@ -74,7 +74,9 @@ class TokenSharding:
 
     def scatter(self, y_BCD: Tensor) -> Tensor:
         """Reduce-scatter over `tensor`: return this rank's S tokens of the sum."""
-        y_BCD = F.pad(y_BCD, (0, 0, 0, -y_BCD.shape[1] % self.tensor))
+        missing = -y_BCD.shape[1] % self.tensor
+        if missing:  # without rows to add, F.pad would copy the tensor
+            y_BCD = F.pad(y_BCD, (0, 0, 0, missing))
         return reduce_scatter(y_BCD, 1, self.tensor_group) if self.tensor > 1 else y_BCD
 
     # Over the ranks of `context`

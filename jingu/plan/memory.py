@@ -151,13 +151,21 @@ def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, 
     tokens, hidden = work.tokens / sizes.tensor, spec.hidden_size
     input_bytes = (tokens if soft.sequence_parallel else work.tokens) * hidden * soft.compute_bytes
     total, inputs = tokens * saved_bytes(block, work), 0.0
+    others = work.tokens - tokens
     if not soft.sequence_parallel:
         # Norms, residuals and dropout are replicated on the ranks of `tensor` (Korthikanti et al., 2022, equation 2).
-        total += (work.tokens - tokens) * 10 * hidden
-    elif not soft.saved_per_hidden:
-        # Ranks of `tensor` gather the tokens before attention and feed-forward, and keep them.
-        inputs = (work.tokens - tokens) * (block.num_attention + 1) * hidden * soft.compute_bytes
-    total += inputs
+        total += others * 10 * hidden
+    elif not soft.saved_per_hidden and sizes.tensor > 1:
+        # Ranks of `tensor` gather the tokens before attention and feed-forward, and keep them; also the inputs and
+        # outputs of experts, whose rows are whole.
+        states = (block.num_attention + 1) * hidden * soft.compute_bytes
+        rows = 0.0
+        if block.experts is not None:
+            size = block.experts.latent_size or hidden
+            rows = others * block.experts.num_experts_per_token * size * soft.compute_bytes
+        total += others * states + 2 * rows
+        # Selective checkpointing saves all tokens of the partial sums that they reduce, and their part of the sums.
+        inputs = soft.saved_matmuls * (others * states + rows) + tokens * states
     heads = layer.attention.num_heads
     of_score = score_bytes(layer, soft.compute_bytes) if soft.fused_attention else soft.saved_scores
     if soft.stores_biased_scores and isinstance(layer.position, RelativeBias):
@@ -497,7 +505,7 @@ def _num_buffers(work: Workload, stage: Stage, in_flight: float) -> float:
     """Return how many hidden states, or gradients of them, a rank has beside those that its blocks store.
 
     It has buffers for what it receives of all micro-batches. Schedules of several stages per rank also wait for what
-    they have sent only at the end of a step.
+    they have sent only at the end of a step; others have one tensor that is on its way.
     """
     chunks, batches, schedule = stages_per_rank(work.parallel), work.accumulation, work.parallel.pipeline_schedule
     # In a V, both stages of the last rank are neighbors.
@@ -506,23 +514,31 @@ def _num_buffers(work: Workload, stage: Stage, in_flight: float) -> float:
     outgoing = chunks - stage.has_head - inner
     # Those in flight count as the input of a block.
     past_batches = max(0.0, batches - in_flight)
-    sends = batches * outgoing + past_batches * incoming if schedule not in ("gpipe", "1f1b") else 0.0
+    sends = batches * outgoing + past_batches * incoming if schedule not in ("gpipe", "1f1b") else 1.0
     return incoming * past_batches + outgoing * batches + sends
 
 
 def backward_bytes(block: BlockSizes, work: Workload) -> float:
     """Return the bytes of gradients of activations at the fullest moment of the backward pass of a block.
 
-    That is in the feed-forward: beside the gradient of the block's result, there are those of the input of the last
-    matmul, of the activation, and of the gate.
+    That is in the feed-forward: beside the gradient of the block's result, which ranks of `tensor` gather, there are
+    those of the input of the last matmul, of the activation, and of the gate. In a mixture of experts, it may be where
+    their outputs are weighted, which has the gradients of the outputs and of their products.
     """
     layer, soft = block.layer, work.software
     assert layer is not None
     part = layer.feed_forward.dense_equivalent()
     size = part.intermediate_size if isinstance(part, GatedFeedForward | PlainFeedForward) else work.spec.hidden_size
     factor = 2.0 if isinstance(part, GatedFeedForward) else 1.0
-    tokens = work.tokens / work.sizes.tensor
-    return soft.compute_bytes * tokens * (work.spec.hidden_size + factor * size)
+    tokens, hidden = work.tokens / work.sizes.tensor, work.spec.hidden_size
+    gathered = work.tokens * hidden if work.sizes.tensor > 1 and soft.sequence_parallel else 0.0
+    gradients = factor * size * tokens
+    if block.experts is not None:
+        rows = work.tokens if gathered else tokens
+        gradients = max(
+            gradients, 2 * rows * block.experts.num_experts_per_token * (block.experts.latent_size or hidden)
+        )
+    return soft.compute_bytes * (tokens * hidden + gathered + gradients)
 
 
 def _head_bytes(work: Workload) -> float:

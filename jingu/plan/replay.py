@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from jingu.compat.torch import TorchDispatchMode, storage_key, tree_leaves
-from jingu.compat.torch_distributed import collective_group
+from jingu.compat.torch_distributed import collective_group, unwrap_pending
 
 
 @dataclass
@@ -65,7 +65,8 @@ class _StepRecorder(TorchDispatchMode):
     def total(self) -> int:
         """Return the bytes of all live storages."""
         references = list(self._storages.items())
-        self._counted = {key: found.nbytes() for key, reference in references if (found := reference()) is not None}
+        storages = ((key, reference()) for key, reference in references)
+        self._counted = {key: storage.nbytes() for key, storage in storages if storage is not None}
         self._bound = sum(self._counted.values())
         return self._bound
 
@@ -82,9 +83,6 @@ class _StepRecorder(TorchDispatchMode):
         # which FSDP gathers, which it resizes.
         self.watch([args, kwargs])
         result = func(*args, **(kwargs or {}))
-        # The wrapper around a pending result has no memory of its own.
-        if func.name().partition(".")[0].endswith("_wrap_tensor_autograd"):
-            return result
         # FSDP allocates memory by resizing known storages before it gathers into them.
         if (self.watch(result) and self._bound > self.record.peak) or func.namespace == "fsdp":
             self.record.peak = max(self.record.peak, self.total())
@@ -97,10 +95,12 @@ def _storages(value: Any) -> list[tuple[int, torch.UntypedStorage]]:
     Each operation asks for them. Weights in a layout of oneDNN have none.
     """
     if isinstance(value, Tensor):
-        part = value.to_local() if isinstance(value, DTensor) else value
+        part = unwrap_pending(value.to_local() if isinstance(value, DTensor) else value)
         return [(storage_key(part.untyped_storage()), part.untyped_storage())] if part.layout == torch.strided else []
+    if not isinstance(value, dict | list | tuple):
+        return []
     parts = value.values() if isinstance(value, dict) else value
-    return [found for part in parts for found in _storages(part)] if isinstance(value, dict | list | tuple) else []
+    return [pair for part in parts for pair in _storages(part)]
 
 
 @contextmanager

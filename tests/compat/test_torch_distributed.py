@@ -64,7 +64,9 @@ def collectives(rank: int, world: int) -> None:
 
     value = torch.tensor([float(rank)])
     assert compat.all_reduce(value, "sum", group).item() == 1.0
-    assert compat.all_reduce(value, "max", group).item() == 1.0
+    pending = compat.all_reduce(value, "max", group)
+    assert pending.item() == 1.0
+    assert type(compat.unwrap_pending(pending)) is torch.Tensor and compat.unwrap_pending(value) is value
 
 
 def test_collectives_and_their_gradients(ranks: Any) -> None:
