@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -257,21 +258,25 @@ def cluster(disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sl
 
 @pytest.fixture
 def launched(request: pytest.FixtureRequest, disk: Path, library: Library, tmp_path: Path) -> Iterator[Launched]:
-    """A run of the launcher that the test names, in a folder of its own on the disk."""
+    """A run of the launcher that the test names, whose runs are in a folder of its own on the disk."""
     launcher = request.param
     folder = disk / re.sub(r"\W+", "-", request.node.name).strip("-")
     folder.mkdir()
     config = tiny(library, folder / "runs", {**SETTINGS, "name": "run"})
-    # The log of a job of Slurm is beside its file. On the full disk, it could not say why the run has ended.
-    file = (tmp_path if launcher is Slurm else folder) / "run.yaml"
+    # What a run prints is beside its file. On the full disk, it could not say why it has ended.
+    file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(config), encoding="utf-8")
-    if launcher is Slurm:
-        yield Slurm(file, request.getfixturevalue("cluster"))
-    elif issubclass(launcher, Ssh):
-        with start_nodes(tmp_path / "nodes", 2) as nodes:
-            yield launcher(file, nodes)
-    else:
-        yield launcher(file)
+    try:
+        if launcher is Slurm:
+            yield Slurm(file, request.getfixturevalue("cluster"))
+        elif issubclass(launcher, Ssh):
+            with start_nodes(tmp_path / "nodes", 2) as nodes:
+                yield launcher(file, nodes)
+        else:
+            yield launcher(file)
+    finally:
+        # All tests share the disk, which is small.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def kill_a_rank(run: Launched) -> None:
