@@ -28,8 +28,8 @@ class ActivationCheckpointingSettings(Settings):
     """Which activations are stored for the backward pass. It recomputes the others.
 
     Attributes:
-        type: none: store all activations; selective: store the results of matmuls, attention and communication; full:
-            store only the inputs of blocks.
+        type: none: store all activations; selective: store the results of matmuls, attention and communication except
+            gathers; full: store only the inputs of blocks.
         every: Recompute only in every n-th block; the other blocks store everything.
     """
 
