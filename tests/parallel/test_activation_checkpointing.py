@@ -61,12 +61,17 @@ def mesh() -> Iterator[DeviceMesh]:
         yield build_mesh(resolve_axis_sizes(ParallelSettings(), 1, small("llama")), ranks.device)
 
 
-def small(family: str) -> ModelSpec:
+def small(family: str, heads: int = 3, hidden_size: int = 24) -> ModelSpec:
     from jingu.config.sections.model import ModelSettings
     from jingu.model.resolve import spec_from_settings
 
     settings = ModelSettings(
-        family=family, num_layers=4, hidden_size=24, num_heads=3, num_kv_heads=3, intermediate_size=40
+        family=family,
+        num_layers=4,
+        hidden_size=hidden_size,
+        num_heads=heads,
+        num_kv_heads=heads,
+        intermediate_size=40,
     )
     return spec_from_settings(settings, 37, 19)
 
@@ -134,3 +139,37 @@ def test_selective_compiles(mesh: DeviceMesh) -> None:
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def compare_on_ranks(rank: int, world: int, family: str, axes: dict[str, Any]) -> None:
+    """The modes on real ranks, which gather, reduce and exchange tensors again while they recompute."""
+    settings, spec = ParallelSettings(**axes), small(family, heads=4, hidden_size=32)
+    mesh = build_mesh(resolve_axis_sizes(settings, world, spec), torch.device("cpu"))
+    expected: dict[str, torch.Tensor] = {}
+    sizes = {}
+    for name in ("none", "selective", "full"):
+        layout = Layout(settings, ActivationCheckpointingSettings(**MODES[name]))
+        model, storages = materialize(spec, mesh, layout, Precision.uniform(torch.float64), 3), Storages()
+        with storages:
+            loss = model(TOKENS[:, :18]).square().sum()
+        sizes[name] = storages.kept()
+        loss.backward()
+        gradients = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+        expected = expected or gradients
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[key], value) for key, value in expected.items()), name
+    assert sizes["full"] < sizes["selective"] < sizes["none"], sizes
+
+
+AXES = [
+    ("gpt2", {"tensor": 4}),
+    ("llama", {"tensor": 2, "context": 2}),
+    ("mixtral", {"tensor": 2}),
+    ("llama", {"context": 2, "context_method": "ulysses"}),
+]
+
+
+@pytest.mark.parametrize(("family", "axes"), AXES)
+def test_numbers_stay_on_several_ranks(ranks: Any, family: str, axes: dict[str, Any]) -> None:
+    world = axes.get("tensor", 1) * axes.get("context", 1)
+    ranks.run(compare_on_ranks, world, family, axes)
