@@ -19,11 +19,12 @@ from jingu.model.spec import ModelSpec
 from jingu.parallel.mesh import AXES, AxisSizes
 from jingu.plan.intervals import Interval, memory_margin, plan_interval
 from jingu.plan.machine import Machine
-from jingu.plan.memory import RankMemory, checkpoint_bytes, fullest_stage
+from jingu.plan.memory import RankMemory, fullest_stage
 from jingu.plan.search import SearchResult, describe_layout
 from jingu.plan.serving import ServingPlan
 from jingu.plan.software import Software
 from jingu.plan.step_time import step_time
+from jingu.plan.weight_memory import checkpoint_bytes
 from jingu.plan.workload import Workload, model_sizes
 
 if TYPE_CHECKING:

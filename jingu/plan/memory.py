@@ -6,13 +6,11 @@ Activations follow from what a block saves for its backward pass, and from the n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from jingu.config.sections.optimizers import Slots
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.components import RelativeBias
@@ -21,7 +19,8 @@ from jingu.model.parts import score_bytes
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import stages_per_rank
 from jingu.plan.software import Software
-from jingu.plan.workload import BlockSizes, ModelSizes, Stage, Workload
+from jingu.plan.weight_memory import RankShare, rank_shares, weight_copies
+from jingu.plan.workload import BlockSizes, ModelSizes, Stage, Workload, micro_batches_in_flight
 
 # The parts that offload moves to main memory or to disk.
 STATE = ("weights", "gradients", "optimizer state")
@@ -50,82 +49,6 @@ class RankMemory:
     def state(self) -> float:
         """Bytes of weights, gradients and optimizer state on the GPU."""
         return sum(self.device.get(part, 0.0) for part in STATE)
-
-
-@dataclass(frozen=True)
-class RankShare:
-    """A rank's share of a part of the model.
-
-    Attributes:
-        weights: bytes of its shards; state: bytes of their optimizer state.
-        num_trained: trainable elements of its shards.
-        gathered_bytes: bytes of the parameters that ZeRO gathers, in the compute dtype.
-        num_reduced: elements of the gradients before ZeRO shards them.
-        copy_bytes: bytes of compute-dtype copies of weights that are stored in a wider dtype.
-        num_largest: elements of the gradient of the largest parameter, before ZeRO shards it.
-    """
-
-    weights: float
-    state: float
-    num_trained: int
-    gathered_bytes: float
-    num_reduced: int
-    copy_bytes: float
-    num_largest: int
-
-
-@lru_cache(maxsize=16384)
-def rank_share(
-    part: BlockSizes, sizes: tuple[int, int, int], slots_of: Callable[..., Slots], soft: Software
-) -> RankShare:
-    """Return the share of the first rank of a stage of a block, or of embedding or head.
-
-    Args:
-        sizes: number of ranks of `tensor`, of `expert`, and of ZeRO's sharding group.
-        slots_of: the method `slots` of the settings of the optimizer.
-    """
-    weights = state = gathered_bytes = copy_bytes = 0.0
-    num_trained = num_reduced = num_largest = 0
-    for weight in part.weights:
-        local, unsharded = weight.numbers(sizes)
-        itemsize = weight.itemsize(soft)
-        narrow = min(itemsize, soft.compute_bytes)
-        weights += local * itemsize
-        if weight.is_stored:
-            # One matrix at a time is dequantized.
-            copy_bytes = max(copy_bytes, unsharded * soft.compute_bytes)
-            continue
-        gathered_bytes += unsharded * narrow
-        copy_bytes += unsharded * narrow * (weight.is_matmul and narrow < itemsize)
-        if weight.is_trained:
-            num_trained += local
-            num_reduced += unsharded
-            num_largest = max(num_largest, unsharded)
-            if not weight.is_copy:
-                slots = slots_of(weight.shape, is_in_block=part.num_attention > 0)
-                state += sum(slot.num_bytes(local, 4.0 * soft.state_share) for slot in slots.values())
-    return RankShare(weights, state, num_trained, gathered_bytes, num_reduced, copy_bytes, num_largest)
-
-
-def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
-    """Return the maximum number of micro-batches in flight, in units of all blocks of the rank."""
-    ranks, batches = work.sizes.pipeline, work.accumulation
-    if ranks == 1:
-        return 1.0
-    if work.software.buffers_per_stage:
-        return min(batches, work.software.buffers_per_stage * ranks + 4)
-    chunks = stages_per_rank(work.parallel)
-    match work.parallel.pipeline_schedule:
-        case "gpipe":
-            return batches
-        case "1f1b":
-            return min(batches, ranks - stage.rank)
-        case "zero_bubble" | "zbv":
-            # Activations are freed only with the gradients of weights, which wait until the bubble.
-            return min(batches, ranks)
-    # Interleaved: a rank has several chunks of blocks (Narayanan et al., 2021).
-    warm_up = 2 * (ranks - stage.rank - 1) + (chunks - 1) * ranks + 1
-    return min(batches, warm_up / chunks)
 
 
 def weight_passes(work: Workload, stage: Stage) -> float:
@@ -246,7 +169,7 @@ def step_moments(
     """
     soft, zero = work.software, work.parallel.zero_stage
     tensors = _step_tensors(_without_data_ranks(work), stage)
-    copies_of_weights = _gathered_memory(work, stage, parts)
+    copies_of_weights = weight_copies(work, stage, parts)
     # Gradients of earlier micro-batches. There are none if all forward passes come before the first backward pass.
     in_flight = micro_batches_in_flight(work, stage)
     before = 0.0 if in_flight == work.accumulation else max(gradients, copies_of_weights.whole)
@@ -289,117 +212,6 @@ def step_moments(
     loss = head | {"compute weights": copies_of_weights.in_loss, "loss": tensors.loss_tensors + tensors.chunk}
     head_end = head | {"loss": tensors.loss_tensors + tensors.loss_copies + copies_of_weights.head_cast}
     return [loss, head_end, head | {"loss": tensors.norm_backward}, *moments]
-
-
-def rank_shares(work: Workload, stage: Stage) -> list[tuple[RankShare, int]]:
-    """Return the share of the first rank of a stage of each kind of block and of embedding and head, with counts."""
-    key = _share_key(work)
-    return [(rank_share(part, *key), count) for part, count in stage.parts]
-
-
-def _share_key(work: Workload) -> tuple[tuple[int, int, int], Callable[..., Slots], Software]:
-    sizes = (work.sizes.tensor, work.sizes.expert, work.sizes.shard * work.sizes.context)
-    return sizes, work.optimizer.slots, work.software
-
-
-def checkpoint_bytes(work: Workload) -> float:
-    """Return the bytes of a checkpoint: what is trained, and the state of its optimizer."""
-    model, soft = work.model, work.software
-    # A tied head is saved with the embedding.
-    ends = (model.embedding, model.norm if work.spec.tie_word_embeddings else model.head)
-    key = ((1, 1, 1), work.optimizer.slots, soft)
-    parts = [rank_share(part, *key) for part in (*model.blocks, *ends)]
-    return sum(part.num_trained * soft.weight_bytes + part.state for part in parts)
-
-
-@dataclass(frozen=True)
-class _WeightCopies:
-    """Bytes of copies of weights, and of gradients before ZeRO shards them.
-
-    Attributes:
-        in_block: copies of weights in the backward pass of a block; in_loss: during the loss; in_ends: in the backward
-            passes of head and embedding.
-        recomputation: copies that the recomputation of a block makes.
-        whole: gradients of all parameters, which ZeRO 0 and 1 keep until the last micro-batch.
-        block_gradients: whole gradients of a block at the end of its backward pass; matrix_gradient: that of its
-            largest matrix; end_gradients: those of embedding and head; head_cast: the head's gradient in the compute
-            dtype.
-        reduction: the buffer from which the gradients of a block are reduced; end_buffer: that of embedding and head,
-            which FSDP keeps until the next reduction.
-    """
-
-    in_block: float = 0.0
-    in_loss: float = 0.0
-    in_ends: float = 0.0
-    recomputation: float = 0.0
-    whole: float = 0.0
-    block_gradients: float = 0.0
-    matrix_gradient: float = 0.0
-    end_gradients: float = 0.0
-    head_cast: float = 0.0
-    reduction: float = 0.0
-    end_buffer: float = 0.0
-
-
-def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, int]]) -> _WeightCopies:
-    """Return the memory of copies of weights and of whole gradients, beside the shards."""
-    soft, zero = work.software, work.parallel.zero_stage
-    blocks, ends = parts[: len(stage.blocks)], parts[len(stage.blocks) :]
-    largest = max(part.num_reduced for part, _ in blocks)
-    end_numbers = sum(part.num_reduced for part, _ in ends)
-    # The gradient of an embedding is as large as its matrix, and is added to that of earlier micro-batches.
-    again = work.accumulation > 1
-    if not soft.copies_weights:
-        return _whole_memory(work, parts)
-    is_offloaded = work.parallel.offload.type != "none" and soft.offload_copies_weights
-    # A tied head is the matrix of the embedding.
-    head = rank_share(work.model.head, *_share_key(work)) if stage.has_head else None
-    head_copy = 0.0 if head is None else head.copy_bytes
-    if work.sizes.data * work.sizes.context == 1 and not is_offloaded:
-        # Weights are cast to the compute dtype in the forward pass of each micro-batch. Autograd stores these copies
-        # unless it recomputes the forward pass.
-        copies = sum(part.copy_bytes * count for part, count in blocks)
-        recomputation = 0.0
-        if work.checkpointing.type != "none":
-            recomputation, copies = max(part.copy_bytes for part, _ in blocks), 0.0
-        copies *= micro_batches_in_flight(work, stage)
-        end_gradients = soft.gradient_bytes * max((part.num_reduced for part, _ in ends[:1]), default=0) * again
-        return _WeightCopies(copies, copies + head_copy, copies, recomputation, end_gradients=end_gradients)
-    compute, reduce = soft.compute_bytes, soft.reduce_bytes
-    of_ends = sum(part.gathered_bytes for part, _ in ends)
-    size = sum(part.gathered_bytes * count for part, count in parts)
-    in_block = in_loss = in_ends = size
-    if zero == 3:
-        # The parameters of the current block, and the prefetched ones of the next in a buffer.
-        of_block = max(part.gathered_bytes for part, _ in blocks)
-        in_block, in_loss, in_ends = of_ends + 2 * of_block, of_ends + of_block, of_ends + of_block
-    whole = 0.0
-    if zero <= 1 and work.accumulation > 1:
-        # Gradients stay unsharded until the last micro-batch.
-        whole = reduce * sum(part.num_reduced * count for part, count in parts)
-    return _WeightCopies(
-        in_block,
-        in_loss,
-        in_ends,
-        whole=whole,
-        block_gradients=compute * largest,
-        matrix_gradient=compute * max(part.num_largest for part, _ in blocks),
-        end_gradients=(reduce if whole else compute) * end_numbers,
-        head_cast=compute * (0 if head is None else head.num_reduced) * (compute < reduce),
-        reduction=reduce * largest,
-        end_buffer=reduce * end_numbers,
-    )
-
-
-def _whole_memory(work: Workload, parts: list[tuple[RankShare, int]]) -> _WeightCopies:
-    """Return what a system without FSDP has beside its shards: ZeRO 1 and 2 divide no weights, and 1 no gradients."""
-    soft, zero = work.software, work.parallel.zero_stage
-    if zero not in (1, 2):
-        return _WeightCopies()
-    whole = sum(part.gathered_bytes * count for part, count in parts) * soft.weight_bytes / soft.compute_bytes
-    others = whole - sum(part.weights * count for part, count in parts)
-    gradients = soft.gradient_bytes * sum(part.num_reduced * count for part, count in parts)
-    return _WeightCopies(others, others, others, whole=gradients if zero == 1 else 0.0)
 
 
 def _without_data_ranks(work: Workload) -> Workload:
@@ -584,7 +396,7 @@ def least_memory(work: Workload, data: int, usable: float) -> tuple[float, float
         has_gradients = micro_batches_in_flight(work, stage) < work.accumulation
         numbers = has_gradients * sum(count * part.num_trained for part, count in shares)
         state = soft.gradient_bytes * numbers + sum(count * (part.weights + part.state) for part, count in shares)
-        copies_of_weights = _gathered_memory(sharded, stage, shares)
+        copies_of_weights = weight_copies(sharded, stage, shares)
         # A stage of one or two blocks gathers less without ZeRO 3.
         whole = sum(part.gathered_bytes * count for part, count in shares)
         fullest = max(

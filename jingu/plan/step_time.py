@@ -20,8 +20,9 @@ from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import stages_per_rank
 from jingu.plan.collectives import Neighbors, all_reduce_seconds, exchange_seconds, place_groups, ring_seconds
 from jingu.plan.machine import Machine
-from jingu.plan.memory import boundary_bytes, rank_shares, saved_bytes
+from jingu.plan.memory import boundary_bytes, saved_bytes
 from jingu.plan.software import Software
+from jingu.plan.weight_memory import rank_shares
 from jingu.plan.workload import BlockSizes, ModelSizes, Stage, Workload
 
 # Terms of a step, in the order of tables.

@@ -436,3 +436,24 @@ def _count_saved_by_model(spec: ModelSpec, layers: int, length: int, compute_byt
 def num_parameters(spec: ModelSpec) -> int:
     """Return the number of a model's parameters."""
     return sum(map(prod, parameter_sizes(spec).values()))
+
+
+def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
+    """Return the maximum number of micro-batches in flight, in units of all blocks of the rank."""
+    ranks, batches = work.sizes.pipeline, work.accumulation
+    if ranks == 1:
+        return 1.0
+    if work.software.buffers_per_stage:
+        return min(batches, work.software.buffers_per_stage * ranks + 4)
+    chunks = stages_per_rank(work.parallel)
+    match work.parallel.pipeline_schedule:
+        case "gpipe":
+            return batches
+        case "1f1b":
+            return min(batches, ranks - stage.rank)
+        case "zero_bubble" | "zbv":
+            # Activations are freed only with the gradients of weights, which wait until the bubble.
+            return min(batches, ranks)
+    # Interleaved: a rank has several chunks of blocks (Narayanan et al., 2021).
+    warm_up = 2 * (ranks - stage.rank - 1) + (chunks - 1) * ranks + 1
+    return min(batches, warm_up / chunks)

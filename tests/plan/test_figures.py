@@ -19,7 +19,8 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections import optimizers, tasks
 from jingu.plan import forecast, memory
 from jingu.plan.machine import Machine
-from jingu.plan.memory import STATE, rank_share
+from jingu.plan.memory import STATE
+from jingu.plan.weight_memory import rank_share
 from jingu.training.commands import train
 from jingu.training.optimizer import ShardedOptimizer
 from jingu.training.run import open_run
