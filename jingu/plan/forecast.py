@@ -308,12 +308,14 @@ def _bounds(value: float, interval: tuple[float, float], digits: int) -> str:
 def describe_software(software: Software) -> str:
     """Return which kernels and which engine a plan assumes."""
     attention = "fused attention" if software.fused_attention else "attention that stores its scores"
+    attention += ", by a kernel written for Ampere" if software.ampere_attention else ""
     tensor = (
         "sequence parallelism with tensor parallelism" if software.sequence_parallel else "whole norms and residuals"
     )
     loss = "the logits of all tokens at once" if software.whole_logits else "logits in chunks"
     overlap = f"communication beside {software.overlap:.0%} of the computation" if software.overlap else "no overlap"
-    text = f"the kernels and the engine of {software.name} ({attention}, {tensor}, {loss}, {overlap})"
+    launches = "" if software.hides_launches else ", launches that wait for the GPU"
+    text = f"the kernels and the engine of {software.name} ({attention}, {tensor}, {loss}, {overlap}{launches})"
     return f"{text}; --software changes them"
 
 

@@ -44,6 +44,11 @@ def test_the_command_says_which_software_it_assumes(capsys: pytest.CaptureFixtur
     assert "assumed: the kernels and the engine of jingu (fused attention" in capsys.readouterr().out
     assert main([*WORDS, "--software", "megatron-2021", "batch.sequence_length=512"]) == 0
     assert "of megatron-2021 (attention that stores its scores" in capsys.readouterr().out
+    for name, words in (
+        ("megatron-deepspeed", "launches that wait for the GPU"),
+        ("llm-foundry", "written for Ampere"),
+    ):
+        assert words in describe_software(find_software(name))
 
 
 def test_settings_of_the_software_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
