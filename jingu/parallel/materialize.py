@@ -27,7 +27,9 @@ from jingu.model.spec import ModelSpec
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.offload import DiskStorage
 from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.recomputation import checkpoint_for_split_backward
 from jingu.parallel.sharding import ShardingPlan, shard_parameters
+from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 from jingu.parallel.tensor import apply_expert_parallel, apply_tensor_parallel
 from jingu.parallel.zero import apply_zero
 
@@ -162,9 +164,11 @@ def _parallelize_stage(stage: Decoder, plan: ShardingPlan, layout: Layout, preci
     # Activation checkpointing is inside the compiled code, so the compiler may still save results that are cheap to
     # save.
     checkpointing = layout.activation_checkpointing
+    has_pipeline = plan.mesh["pipeline"].size() > 1
+    splits_backward = has_pipeline and layout.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES
     for number, block in iterate_blocks(stage):
         if checkpointing.type != "none" and number % checkpointing.every == 0:
-            block.forward = _add_checkpointing(block.forward, selective=checkpointing.type == "selective")
+            block.forward = _add_checkpointing(block.forward, checkpointing.type, splits_backward)
         if layout.compile:
             block.forward = torch.compile(block.forward, dynamic=False)
     return apply_zero(stage, plan, layout.parallel, precision)
@@ -182,13 +186,17 @@ def _narrow_frozen(model: nn.Module, dtype: torch.dtype) -> None:
                     setattr(module, leaf, nn.Parameter(parameter.to(dtype), requires_grad=False))
 
 
-def _add_checkpointing(forward: Any, *, selective: bool) -> Any:
+def _add_checkpointing(forward: Any, kind: str, splits_backward: bool) -> Any:
     """Wrap a block's `forward` so that its activations are recomputed in the backward pass.
 
     Args:
-        selective: save the results of slow operations (`SAVED_OPERATIONS`), and recompute only the others.
+        kind: full: recompute all activations; selective: save the results of slow operations (`SAVED_OPERATIONS`), and
+            recompute only the others.
+        splits_backward: whether the schedule of the pipeline splits the backward pass.
     """
-    if not selective:
+    if kind == "full" and splits_backward:
+        return partial(checkpoint_for_split_backward, forward)
+    if kind == "full":
         return partial(checkpoint, forward, use_reentrant=False)
     contexts = partial(create_selective_checkpoint_contexts, _save_slow_operations)
     return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)

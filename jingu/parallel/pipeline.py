@@ -74,7 +74,7 @@ class ParallelModel(nn.Module):
         self._device = torch.device("cpu" if mesh is None else mesh.device_type)
         self._settings = layout.parallel
         self._compute = precision.compute
-        self._schedules: dict[Any, tuple[Any, Any]] = {}
+        self._schedules: dict[Any, tuple[Any, Any, list[Any]]] = {}
         # Divide the blocks. A mesh without a pipeline has one stage, whatever the schedule.
         ranks = 1 if mesh is None else mesh["pipeline"].size()
         self.rank = 0 if mesh is None else mesh.get_local_rank("pipeline")
@@ -194,7 +194,7 @@ class ParallelModel(nn.Module):
         key = (len(batches), *_row_shape(batches[0]))
         if key not in self._schedules:
             self._schedules[key] = self._build_schedule(*key)
-        schedule, step = self._schedules[key]
+        schedule, step, _ = self._schedules[key]
         step.begin(batches, loss, weight_n)
         # The schedule passes only tensors to a stage: here the number of a micro-batch, with which the stage finds it.
         numbers = torch.arange(len(batches))
@@ -215,8 +215,8 @@ class ParallelModel(nn.Module):
             if gradient is not None and gradient.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
-    def _build_schedule(self, micro_batches: int, rows: int, tokens: int, source: int) -> tuple[Any, Any]:
-        """Return PyTorch's schedule for micro-batches of this shape, and the `PipelineStep` that its stages read."""
+    def _build_schedule(self, micro_batches: int, rows: int, tokens: int, source: int) -> tuple[Any, Any, list[Any]]:
+        """Return PyTorch's schedule for micro-batches of this shape, what its stages read, and the stages."""
         # PyTorch's schedules are slow to import.
         from jingu.parallel.scheduled_stage import SCHEDULES, PipelineStep, ScheduledStage
 
@@ -243,9 +243,14 @@ class ParallelModel(nn.Module):
         # Schedules with one stage per rank take the stage, the others a list.
         argument = stages[0] if name in ("gpipe", "1f1b") else stages
         schedule = SCHEDULES[name](argument, micro_batches, loss_fn=step.weighted_loss, scale_grads=False)
-        return schedule, step
+        return schedule, step, stages
 
     # Tensors that stages exchange
+
+    def receive_buffers(self) -> list[Tensor]:
+        """Return the tensors into which stages receive. They exist as long as the schedules, also between steps."""
+        stages = (stage for _, _, stages in self._schedules.values() for stage in stages)
+        return [buffer for stage in stages for buffer in stage.receive_buffers()]
 
     def _receives_encoder_states(self, stage: int) -> bool:
         """Return whether a stage receives the encoder's hidden states in addition to the decoder's."""

@@ -116,6 +116,11 @@ class ScheduledStage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._record("send", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
+    def receive_buffers(self) -> list[Tensor]:
+        """Return the tensors into which the stage receives hidden states and gradients of all micro-batches."""
+        infos = (*self.args_recv_info.values(), *self.grad_recv_info.values())
+        return [entry.buffer for entries in infos for entry in entries if entry.buffer is not None]
+
     def _record(self, phase: str, number: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         """Record an exchange with another rank that the schedule is about to start; return the operations unchanged."""
         if operations:

@@ -21,9 +21,11 @@ from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.errors import JinguError
 from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
 from jingu.parallel.stages import check_layout
+from jingu.plan.activations import block_activations
+from jingu.plan.in_flight import micro_batches_in_flight
 from jingu.plan.intervals import memory_margin
 from jingu.plan.machine import Machine
-from jingu.plan.memory import block_activations, least_memory, stage_memory
+from jingu.plan.memory import least_memory, stage_memory
 from jingu.plan.step_time import (
     DataTime,
     StageTime,
@@ -35,7 +37,7 @@ from jingu.plan.step_time import (
     schedule_time,
     step_time,
 )
-from jingu.plan.workload import BlockSizes, Stage, Workload, micro_batches_in_flight
+from jingu.plan.workload import BlockSizes, Stage, Workload
 
 _CHECKPOINTING = tuple(ActivationCheckpointingSettings(type=kind) for kind in ("none", "selective", "full"))
 _MODEL_AXES = ("pipeline", "tensor", "context", "expert")

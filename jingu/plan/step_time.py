@@ -18,9 +18,9 @@ from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.parts import attended_tokens, attention_width, cached_tokens
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import stages_per_rank
+from jingu.plan.activations import boundary_bytes, saved_bytes
 from jingu.plan.collectives import Neighbors, all_reduce_seconds, exchange_seconds, place_groups, ring_seconds
 from jingu.plan.machine import Machine
-from jingu.plan.memory import boundary_bytes, saved_bytes
 from jingu.plan.software import Software
 from jingu.plan.weight_memory import rank_shares
 from jingu.plan.workload import BlockSizes, ModelSizes, Stage, Workload

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from jingu.config.sections.optimizers import Slots
+from jingu.plan.in_flight import micro_batches_in_flight
 from jingu.plan.software import Software
-from jingu.plan.workload import BlockSizes, Stage, Workload, micro_batches_in_flight
+from jingu.plan.workload import BlockSizes, Stage, Workload
 
 
 @dataclass(frozen=True)

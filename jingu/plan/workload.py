@@ -23,7 +23,7 @@ from jingu.model.sharding_table import ShardedDim, divided_dims, sharded_dims
 from jingu.model.spec import ModelSpec
 from jingu.model.trainable import is_trained
 from jingu.parallel.mesh import AxisSizes
-from jingu.parallel.stages import rank_of_stage, split_blocks, stages_per_rank
+from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, rank_of_stage, split_blocks
 from jingu.plan.software import Software
 
 # One object for all workloads: hashes and caches compare these by identity.
@@ -156,27 +156,31 @@ class Workload:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The distinct stages. Of equal ones, only the first is listed: it has the most micro-batches in flight."""
-        return _merge_stages(self.rank_stages)
+        """The distinct stages. Of equal ones, only that with the most micro-batches in flight is listed.
+
+        That is the first, or the last if gradients of weights are delayed.
+        """
+        return _merge_stages(self.rank_stages, self.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES)
 
     @property
     def rank_stages(self) -> tuple[Stage, ...]:
         """The part of the model that each rank of the pipeline has, in the order of the ranks."""
-        layers = self.parallel.layers_per_stage
-        key = (
-            self.parallel.pipeline_schedule,
-            self.parallel.stages_per_rank,
-            None if layers is None else tuple(layers),
-        )
-        return _rank_stages(self.model, self.sizes.pipeline, key)
+        return _rank_stages(self.model, self.sizes.pipeline, self.stage_key)
 
     @property
     def single_stages(self) -> tuple[Stage, ...]:
         """The stages of the pipeline in order, of which a rank may have several."""
-        count = self.sizes.pipeline * (stages_per_rank(self.parallel) if self.sizes.pipeline > 1 else 1)
-        ranges = split_blocks(self.parallel, self.sizes.pipeline, self.spec)
-        owners = (rank_of_stage(self.parallel, self.sizes.pipeline, number) for number in range(count))
-        return tuple(_make_stage(self.model, rank, ranges, [number]) for number, rank in enumerate(owners))
+        return _single_stages(self.model, self.sizes.pipeline, self.stage_key)
+
+    @property
+    def stage_key(self) -> tuple[Any, ...]:
+        """The settings that divide the model into stages, as a key of caches."""
+        layers = self.parallel.layers_per_stage
+        return (
+            self.parallel.pipeline_schedule,
+            self.parallel.stages_per_rank,
+            None if layers is None else tuple(layers),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +188,7 @@ class Stage:
     """The part of the model that a rank of the pipeline has.
 
     Attributes:
-        rank: the first of `count` ranks with an equal part.
+        rank: the first or last of `count` ranks with an equal part.
         blocks: kinds of blocks, each with the indices of its blocks.
         ends: the embedding, and the norm with the head, if it has them.
     """
@@ -219,16 +223,28 @@ class ModelSizes:
 @lru_cache(maxsize=1024)
 def _rank_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[Stage, ...]:
     """Return the stages of all ranks of the pipeline; `key` is the hashable part of `ParallelSettings`."""
-    schedule, stages_per_rank, layers = key
+    ranges, owners = _divide_blocks(model, ranks, key)
+    numbers = ([number for number, owner in enumerate(owners) if owner == rank] for rank in range(ranks))
+    return tuple(_make_stage(model, rank, ranges, own) for rank, own in enumerate(numbers))
+
+
+@lru_cache(maxsize=1024)
+def _single_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[Stage, ...]:
+    """Return each stage by itself; `key` is the hashable part of `ParallelSettings`."""
+    ranges, owners = _divide_blocks(model, ranks, key)
+    return tuple(_make_stage(model, rank, ranges, [number]) for number, rank in enumerate(owners))
+
+
+def _divide_blocks(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[list[range], list[int]]:
+    """Return the blocks of each stage, and its rank."""
+    if ranks == 1:
+        return [range(len(model.blocks))], [0]
+    schedule, stages, layers = key
     settings = ParallelSettings(
-        pipeline_schedule=schedule, stages_per_rank=stages_per_rank, layers_per_stage=layers and list(layers)
+        pipeline_schedule=schedule, stages_per_rank=stages, layers_per_stage=layers and list(layers)
     )
-    ranges = [range(len(model.blocks))] if ranks == 1 else split_blocks(settings, ranks, model.spec)
-    stages = []
-    for rank in range(ranks):
-        numbers = [n for n in range(len(ranges)) if ranks == 1 or rank_of_stage(settings, ranks, n) == rank]
-        stages.append(_make_stage(model, rank, ranges, numbers))
-    return tuple(stages)
+    ranges = split_blocks(settings, ranks, model.spec)
+    return ranges, [rank_of_stage(settings, ranks, number) for number in range(len(ranges))]
 
 
 def _make_stage(model: ModelSizes, rank: int, ranges: list[range], numbers: list[int]) -> Stage:
@@ -242,19 +258,21 @@ def _make_stage(model: ModelSizes, rank: int, ranges: list[range], numbers: list
         kinds.setdefault(model.blocks[block], []).append(block)
     has_head = len(ranges) - 1 in numbers
     ends = (model.embedding,) * (0 in numbers)
-    # A tied embedding and head on the same rank are one parameter.
+    # A tied embedding and head of the same stage are one parameter. Another stage of the same rank has a copy.
     if has_head:
-        ends += (model.norm if ends and model.spec.tie_word_embeddings else model.head,)
+        ends += (model.norm if len(ranges) == 1 and model.spec.tie_word_embeddings else model.head,)
     return Stage(rank, 1, tuple((kind, tuple(members)) for kind, members in kinds.items()), ends, has_head)
 
 
 @lru_cache(maxsize=1024)
-def _merge_stages(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+def _merge_stages(stages: tuple[Stage, ...], lists_last: bool) -> tuple[Stage, ...]:
     distinct: dict[tuple[Any, ...], Stage] = {}
     for stage in stages:
         load = (*((kind, len(members)) for kind, members in stage.blocks), stage.ends, stage.has_head)
         first = distinct.get(load)
-        distinct[load] = stage if first is None else replace(first, count=first.count + 1)
+        if first is not None:
+            stage = replace(stage if lists_last else first, count=first.count + 1)
+        distinct[load] = stage
     return tuple(distinct.values())
 
 
@@ -436,24 +454,3 @@ def _count_saved_by_model(spec: ModelSpec, layers: int, length: int, compute_byt
 def num_parameters(spec: ModelSpec) -> int:
     """Return the number of a model's parameters."""
     return sum(map(prod, parameter_sizes(spec).values()))
-
-
-def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
-    """Return the maximum number of micro-batches in flight, in units of all blocks of the rank."""
-    ranks, batches = work.sizes.pipeline, work.accumulation
-    if ranks == 1:
-        return 1.0
-    if work.software.buffers_per_stage:
-        return min(batches, work.software.buffers_per_stage * ranks + 4)
-    chunks = stages_per_rank(work.parallel)
-    match work.parallel.pipeline_schedule:
-        case "gpipe":
-            return batches
-        case "1f1b":
-            return min(batches, ranks - stage.rank)
-        case "zero_bubble" | "zbv":
-            # Activations are freed only with the gradients of weights, which wait until the bubble.
-            return min(batches, ranks)
-    # Interleaved: a rank has several chunks of blocks (Narayanan et al., 2021).
-    warm_up = 2 * (ranks - stage.rank - 1) + (chunks - 1) * ranks + 1
-    return min(batches, warm_up / chunks)

@@ -64,8 +64,15 @@ def replay_on_rank(config: RunConfig, spec: ModelSpec, precision: Precision, ran
     step, model, optimizer = prepare_step(config, spec, precision, ranks)
     # The first step also builds schedules, buffers and the optimizer's kernels, which later steps reuse.
     step(0)
-    state = [list(model.parameters()), list(optimizer.state.values())]
-    return record_step(lambda: step(1), [state, list(model.buffers())])
+    state = [list(model.parameters()), list(optimizer.state.values()), list(model.buffers())]
+    receive_buffers = model.receive_buffers()
+
+    def take_step() -> None:
+        # Neighboring stages of a rank replace their buffers; this reference would keep the old ones.
+        receive_buffers.clear()
+        step(1)
+
+    return record_step(take_step, [state, receive_buffers])
 
 
 def replay_run(config: RunConfig, spec: ModelSpec, precision: Precision, ranks: int, rank: int) -> StepRecord:

@@ -22,6 +22,7 @@ from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
 from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.recomputation import checkpoint_for_split_backward
 from jingu.runtime.ranks import join_process_group
 
 MODES: dict[str, dict[str, Any]] = {
@@ -173,3 +174,32 @@ AXES = [
 def test_numbers_stay_on_several_ranks(ranks: Any, family: str, axes: dict[str, Any]) -> None:
     world = axes.get("tensor", 1) * axes.get("context", 1)
     ranks.run(compare_on_ranks, world, family, axes)
+
+
+def test_a_split_backward_pass_recomputes_once() -> None:
+    """Gradients of inputs, then those of each weight: the same to the last digit, with one recomputation for all."""
+    generator = torch.Generator().manual_seed(0)
+    x, gradient, *weights = (
+        torch.randn(6, 6, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(5)
+    )
+    calls = []
+
+    def forward(x: torch.Tensor, scale: float) -> torch.Tensor:
+        calls.append(x)
+        for weight in weights:
+            x = torch.tanh(x @ weight) * scale
+        return x
+
+    def gradients(result: torch.Tensor) -> list[torch.Tensor]:
+        parts = [[x], *([weight] for weight in weights)]
+        return [torch.autograd.grad(result, part, gradient.detach(), retain_graph=True)[0] for part in parts]
+
+    expected = gradients(forward(x, 0.5))
+    calls.clear()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        result = checkpoint_for_split_backward(forward, x, scale=0.5)
+    assert not saved and len(calls) == 1
+    for mine, theirs in zip(gradients(result), expected, strict=True):
+        assert torch.equal(mine, theirs)
+    assert len(calls) == 2

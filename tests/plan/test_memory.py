@@ -21,8 +21,9 @@ from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import build_mesh
 from jingu.parallel.sharding import local_tensor
 from jingu.parallel.stages import plan_layout
+from jingu.plan.activations import saved_bytes
 from jingu.plan.forecast import run_software, run_workload
-from jingu.plan.memory import fullest_stage, saved_bytes, stage_memory
+from jingu.plan.memory import fullest_stage, stage_memory
 from jingu.plan.serving import cache_bytes
 from jingu.plan.workload import Workload
 from jingu.training.optimizer import build_optimizer

@@ -30,11 +30,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 4096,
         "experts": {"num_experts": 4, "num_experts_per_token": 2},
     },
+    "deep": {
+        **DIMS,
+        "family": "llama",
+        "num_layers": 8,
+        "num_kv_heads": 4,
+        "intermediate_size": 688,
+        "vocab_size": 4096,
+    },
     # The block is larger than the loss.
     "narrow": {**DIMS, "family": "llama", "num_kv_heads": 4, "intermediate_size": 688, "vocab_size": 64},
 }
 # Model, ranks, layout, precision, checkpointing, rows of a micro-batch and of a step.
 Cell = tuple[str, int, dict[str, Any], str, str, int, int]
+SCHEDULES = ("interleaved", "zero_bubble", "zbv")
 KINDS = ("none", "selective", "full")
 QUICK: list[Cell] = [
     ("llama", 1, {}, "bf16", "full", 2, 16),
@@ -75,6 +84,23 @@ CELLS: list[Cell] = [
     ("gpt2", 4, {"tensor": 2, "pipeline": 2}, "bf16", "full", 2, 16),
     ("mixtral", 4, {"tensor": 2, "pipeline": 2}, "fp32", "none", 2, 16),
     *(("llama", 2, {"pipeline": 2}, "fp32", "selective", micro, 16) for micro in (2, 4)),
+    # Several stages per rank, and split backward passes.
+    *(
+        ("deep", ranks, {"pipeline": ranks, "pipeline_schedule": schedule}, *kind, 2, 16)
+        for ranks in (2, 4)
+        for schedule in SCHEDULES
+        for kind in (("fp32", "none"), ("bf16", "none"), ("fp32", "full"))
+    ),
+    *(("gpt2", 2, {"pipeline": 2, "pipeline_schedule": schedule}, "bf16", "none", 2, 16) for schedule in SCHEDULES),
+    *(("mixtral", 2, {"pipeline": 2, "pipeline_schedule": schedule}, "fp32", "full", 2, 8) for schedule in SCHEDULES),
+    *(
+        ("llama", 4, {"tensor": 2, "pipeline": 2, "pipeline_schedule": schedule}, "fp32", "none", 2, 16)
+        for schedule in SCHEDULES
+    ),
+    *(
+        ("llama", 4, {"pipeline": 2, "pipeline_schedule": schedule, "zero_stage": 2}, "bf16", "none", 2, 32)
+        for schedule in SCHEDULES
+    ),
 ]
 
 
@@ -105,6 +131,14 @@ def relative_error(cell: Cell) -> float:
 @pytest.mark.parametrize("cell", QUICK)
 def test_a_planned_peak_equals_a_replayed_one(cell: Cell) -> None:
     assert abs(relative_error(cell)) < 0.01
+
+
+def test_checkpointing_saves_memory_with_split_backward_passes() -> None:
+    peaks = [
+        replay_run(*run_of(("llama", 2, {"pipeline": 2, "pipeline_schedule": "zbv"}, "fp32", kind, 2, 16)), 2, 0).peak
+        for kind in ("none", "full")
+    ]
+    assert peaks[1] < 0.8 * peaks[0]
 
 
 @pytest.mark.slow

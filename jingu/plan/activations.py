@@ -1,0 +1,348 @@
+"""What a rank stores for the backward passes of a step, in closed form: activations, losses, and exchanged tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import ActivationCheckpointingSettings
+from jingu.model.components import RelativeBias
+from jingu.model.feed_forward_specs import GatedFeedForward, PlainFeedForward
+from jingu.model.norm_specs import RmsNorm
+from jingu.model.parts import score_bytes
+from jingu.parallel.mesh import AxisSizes
+from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
+from jingu.plan.in_flight import InFlight, moments_in_flight, rank_chunks
+from jingu.plan.software import Software
+from jingu.plan.workload import BlockSizes, ModelSizes, Stage, Workload
+
+
+def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, float]:
+    """Return the bytes that a block stores per micro-batch: all activations, those of selective checkpointing, and its
+    input."""
+    sizes, spec, layer, soft = work.sizes, work.spec, block.layer, work.software
+    assert layer is not None
+    tokens, hidden = work.tokens / sizes.tensor, spec.hidden_size
+    input_bytes = (tokens if soft.sequence_parallel else work.tokens) * hidden * soft.compute_bytes
+    total, inputs = tokens * saved_bytes(block, work), 0.0
+    others = work.tokens - tokens
+    if not soft.sequence_parallel:
+        # Norms, residuals and dropout are replicated on the ranks of `tensor` (Korthikanti et al., 2022, equation 2).
+        total += others * 10 * hidden
+    elif not soft.saved_per_hidden and sizes.tensor > 1:
+        # Ranks of `tensor` gather the tokens before attention and feed-forward, and keep them; also the inputs and
+        # outputs of experts, whose rows are whole.
+        states = (block.num_attention + 1) * hidden * soft.compute_bytes
+        rows = 0.0
+        if block.experts is not None:
+            size = block.experts.latent_size or hidden
+            rows = others * block.experts.num_experts_per_token * size * soft.compute_bytes
+        total += others * states + 2 * rows
+        # Selective checkpointing saves all tokens of the partial sums that they reduce, and their part of the sums.
+        inputs = soft.saved_matmuls * (others * states + rows) + tokens * states
+    heads = layer.attention.num_heads
+    of_score = score_bytes(layer, soft.compute_bytes) if soft.fused_attention else soft.saved_scores
+    if soft.stores_biased_scores and isinstance(layer.position, RelativeBias):
+        of_score = soft.compute_bytes
+    scores = of_score * heads / sizes.tensor * work.tokens * work.sequence
+    if not soft.fused_attention:
+        # Selective checkpointing recomputes the scores alone.
+        return total + scores, total, input_bytes
+    outputs = soft.saved_matmuls * block.matmul_outputs * soft.compute_bytes
+    selective = tokens * (outputs + 4 * heads) + input_bytes + inputs
+    return total + scores, min(selective, total + scores), input_bytes
+
+
+def saved_bytes(block: BlockSizes, work: Workload) -> float:
+    """Return the bytes per token that a block saves for its backward pass, without attention scores."""
+    soft, layer = work.software, block.layer
+    if soft.saved_per_hidden:
+        return soft.saved_per_hidden * work.spec.hidden_size
+    if layer is None or not soft.flash_attention or layer.mixer is not None or score_bytes(layer, soft.compute_bytes):
+        return block.saved_bytes
+    # The size of a block counts queries, keys and values of all heads in at least fp32, as without a fused kernel. One
+    # saves them as they are, and a number for each row of scores.
+    part, size = layer.attention, soft.compute_bytes
+    if part.latent is not None:
+        return block.saved_bytes
+    wide = 3 * part.num_heads * max(part.head_dim, part.value_size) * max(size, 4.0)
+    narrow = (part.num_heads + 2 * part.num_kv_heads) * part.head_dim * size + 4.0 * part.num_heads
+    return block.saved_bytes - block.num_attention * max(0.0, wide - narrow)
+
+
+def backward_bytes(block: BlockSizes, work: Workload) -> float:
+    """Return the bytes of gradients of activations at the fullest moment of the backward pass of a block.
+
+    That is in the feed-forward: beside the gradient of the block's result, which ranks of `tensor` gather, there are
+    those of the input of the last matmul, of the activation, and of the gate. In a mixture of experts, it may be where
+    their outputs are weighted, which has the gradients of the outputs and of their products.
+    """
+    layer, soft = block.layer, work.software
+    assert layer is not None
+    part = layer.feed_forward.dense_equivalent()
+    size = part.intermediate_size if isinstance(part, GatedFeedForward | PlainFeedForward) else work.spec.hidden_size
+    factor = 2.0 if isinstance(part, GatedFeedForward) else 1.0
+    tokens, hidden = work.tokens / work.sizes.tensor, work.spec.hidden_size
+    gathered = work.tokens * hidden if work.sizes.tensor > 1 and soft.sequence_parallel else 0.0
+    gradients = factor * size * tokens
+    if block.experts is not None:
+        rows = work.tokens if gathered else tokens
+        gradients = max(
+            gradients, 2 * rows * block.experts.num_experts_per_token * (block.experts.latent_size or hidden)
+        )
+    return soft.compute_bytes * (tokens * hidden + gathered + gradients)
+
+
+def loss_bytes(work: Workload) -> float:
+    """Return the bytes of the logits, or of one chunk of them, in all dtypes and with their gradient."""
+    software, vocabulary = work.software, -(-work.spec.vocab_size // work.sizes.tensor)
+    if software.whole_logits:
+        return work.tokens * vocabulary * software.logit_bytes
+    tokens = min(work.tokens, max(256, software.chunk_logits // vocabulary))
+    return tokens * vocabulary * software.logit_bytes
+
+
+def boundary_bytes(work: Workload) -> float:
+    """Return the bytes of hidden states that a rank sends to the next pipeline stage, for one micro-batch."""
+    tokens = work.tokens / work.sizes.tensor if work.software.splits_sends else work.tokens
+    return tokens * work.spec.hidden_size * work.software.compute_bytes
+
+
+def _head_bytes(work: Workload) -> float:
+    """Return the bytes of the gradient of the head's weight, which the chunks of a loss accumulate in fp32."""
+    if work.software.whole_logits:
+        return 0.0
+    vocabulary = -(-work.spec.vocab_size // work.sizes.tensor)
+    return max(4.0, work.software.compute_bytes) * vocabulary * work.spec.hidden_size
+
+
+def without_data_ranks(work: Workload) -> Workload:
+    """Reduce a workload to what activations depend on, without ZeRO and data-parallel ranks.
+
+    Many layouts of a search reduce to the same object, which serves as a cache key.
+    """
+    sizes = work.sizes
+    axes = (sizes.pipeline, sizes.context, sizes.tensor, sizes.expert)
+    batch = (work.sequence, work.micro_batch, work.accumulation)
+    return _shared_step(work.model, work.software, work.checkpointing, axes, (*work.stage_key, *batch))
+
+
+@lru_cache(maxsize=16384)
+def _shared_step(
+    model: ModelSizes,
+    software: Software,
+    checkpointing: ActivationCheckpointingSettings,
+    axes: tuple[int, ...],
+    key: tuple[Any, ...],
+) -> Workload:
+    pipeline, context, tensor, expert = axes
+    schedule, stages, layers, sequence, micro_batch, accumulation = key
+    sizes = AxisSizes(pipeline, 1, 1, context, tensor, expert)
+    parallel = _settings_of_schedule(schedule, stages, layers)
+    return Workload(model, sizes, parallel, sequence, micro_batch, accumulation, checkpointing, software=software)
+
+
+@lru_cache(maxsize=1024)
+def _settings_of_schedule(schedule: Any, stages: Any, layers: tuple[int, ...] | None) -> ParallelSettings:
+    return ParallelSettings(
+        pipeline_schedule=schedule, stages_per_rank=stages, layers_per_stage=None if layers is None else list(layers)
+    )
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """Bytes of activations and what the loss holds.
+
+    Attributes:
+        activations: what is stored for the backward passes of all micro-batches in flight, at the fullest backward pass
+            of a block; activations_in_loss: at the fullest loss, without the loss of the current micro-batch.
+        recomputation: what the recomputation of a block stores beside its checkpoint.
+        backward: gradients of activations in the backward pass of a block; gradient_of_block: that of its result.
+        loss_tensors: what the last norm and the loss store, and gradients that the loss has computed already, of all
+            micro-batches whose backward pass is not complete.
+        loss_copies: these gradients of one micro-batch, times the scale of the loss.
+        norm_backward: what the backward pass of the last norm needs, and the gradient of the head.
+        chunk: what the loss computes a chunk from.
+        buffers: what travels between stages, at the fullest backward pass of a block; buffers_in_loss: at the fullest
+            loss; buffers_at_end: after the last backward pass.
+    """
+
+    activations: float = 0.0
+    activations_in_loss: float = 0.0
+    recomputation: float = 0.0
+    backward: float = 0.0
+    gradient_of_block: float = 0.0
+    loss_tensors: float = 0.0
+    loss_copies: float = 0.0
+    norm_backward: float = 0.0
+    chunk: float = 0.0
+    buffers: float = 0.0
+    buffers_in_loss: float = 0.0
+    buffers_at_end: float = 0.0
+
+
+@lru_cache(maxsize=65536)
+def step_tensors(work: Workload, stage: Stage) -> StepTensors:
+    """Return what a rank of a stage holds of activations, of the loss, and of what travels between stages."""
+    soft, spec = work.software, work.spec
+    chunks, moments = rank_chunks(work, stage), moments_in_flight(work, stage)
+    sizes = [_stored_by_stage(work, chunk) for chunk in chunks]
+    states, weight = work.tokens * spec.hidden_size * soft.compute_bytes, _head_bytes(work)
+    norm = spec.norm.saved_bytes(spec.hidden_size, 1, soft.compute_bytes) * work.tokens / work.sizes.tensor
+    has_loss = stage.has_head and not spec.score_head
+    # What the last norm and the loss store, and gradients that the loss has computed already.
+    sizes[-1] = replace(sizes[-1], loss=(norm + states + weight) * has_loss)
+    splits = splits_backward(work)
+    # Checkpointed blocks are recomputed one at a time, from what they have stored. A split backward pass keeps what it
+    # recomputes until its second part.
+    recomputation = 0.0 if splits else max(size.recomputation for size in sizes)
+    gradient = work.tokens / work.sizes.tensor * spec.hidden_size * soft.compute_bytes
+    flights = [(_bytes_in_flight(one, sizes, splits), _exchange_bytes(work, stage, one)) for one in moments]
+    activations, buffers = max(flights, key=sum)
+    # The gradients of a norm's result and input, and two products on the way, in at least fp32.
+    of_norm = 4 * gradient * max(1.0, 4.0 / soft.compute_bytes)
+    result = StepTensors(
+        activations=activations,
+        buffers=buffers,
+        buffers_at_end=_exchange_bytes(work, stage, None),
+        recomputation=recomputation,
+        backward=max(of_norm * splits, *(backward_bytes(block, work) for block, _ in stage.blocks)),
+        gradient_of_block=gradient,
+    )
+    if not has_loss:
+        return result
+    backward_inputs = norm + states + weight
+    # Ranks of `tensor` gather the states of all tokens, and keep those of their own beside them.
+    loss_tensors = backward_inputs + states * (1 + (work.sizes.tensor > 1) / work.sizes.tensor)
+    norm_backward = backward_inputs - states * (not splits) + of_norm
+    before_loss = [moment for moment in moments if moment.stage == len(chunks) - 1]
+    flights = [
+        (_bytes_in_flight(moment, sizes, splits, in_loss=True), _exchange_bytes(work, stage, moment))
+        for moment in before_loss
+    ]
+    activations, buffers = max(flights, key=sum)
+    return replace(
+        result,
+        activations_in_loss=activations,
+        buffers_in_loss=buffers,
+        loss_tensors=loss_tensors,
+        norm_backward=norm_backward,
+        loss_copies=states + weight,
+        chunk=loss_bytes(work),
+    )
+
+
+@dataclass(frozen=True)
+class _MicroBatchBytes:
+    """What the blocks of a stage store per micro-batch, in bytes.
+
+    Attributes:
+        forward: what the forward pass stores.
+        weight_pass: what the first part of a split backward pass adds: recomputed activations, and the gradients of the
+            results of matmuls, from which those of the weights are computed.
+        recomputation: what the recomputation of a block adds.
+        loss: what the loss stores, and the gradients that it has computed.
+    """
+
+    forward: float = 0.0
+    weight_pass: float = 0.0
+    recomputation: float = 0.0
+    loss: float = 0.0
+
+
+def _stored_by_stage(work: Workload, stage: Stage) -> _MicroBatchBytes:
+    """Return what the blocks of a stage store per micro-batch."""
+    checkpointing = work.checkpointing
+    forward = weight_passes = recomputation = 0.0
+    for block, numbers in stage.blocks:
+        all_bytes, selective, input_bytes = block_activations(block, work)
+        num_checkpointed = 0
+        if checkpointing.type != "none":
+            num_checkpointed = sum(number % checkpointing.every == 0 for number in numbers)
+        saving = all_bytes - (input_bytes if checkpointing.type == "full" else selective)
+        outputs = work.tokens / work.sizes.tensor * _gradients_of_results(block, work)
+        forward += len(numbers) * all_bytes - num_checkpointed * saving
+        weight_passes += len(numbers) * outputs + num_checkpointed * saving
+        recomputation = max(recomputation, saving * min(1, num_checkpointed))
+    if stage.has_head:
+        # The gradient of the result of the last norm.
+        weight_passes += work.tokens / work.sizes.tensor * work.spec.hidden_size * max(4.0, work.software.compute_bytes)
+    else:
+        # The gradient of the result of the last block is in the buffer into which it was received.
+        weight_passes -= boundary_bytes(work)
+    if work.model.embedding in stage.ends:
+        # Nobody needs gradients of the inputs of the first stage: its whole backward pass comes with those of weights.
+        weight_passes = 0.0
+    return _MicroBatchBytes(forward, weight_passes, recomputation)
+
+
+def _gradients_of_results(block: BlockSizes, work: Workload) -> float:
+    """Return the bytes per token of the gradients from which a block's gradients of weights are computed.
+
+    They are those of the results of matmuls, and of the norms before attention and feed-forward.
+    """
+    layer, size, hidden = block.layer, work.software.compute_bytes, work.spec.hidden_size
+    assert layer is not None
+    outputs = block.matmul_outputs
+    if layer.mixer is None:
+        # The result of attention depends on no weight.
+        outputs -= block.num_attention * layer.attention.num_heads * layer.attention.value_size
+    return outputs * size + (block.num_attention + 1) * hidden * max(4.0, size)
+
+
+def splits_backward(work: Workload) -> bool:
+    return work.sizes.pipeline > 1 and work.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES
+
+
+def _bytes_in_flight(moment: InFlight, sizes: list[_MicroBatchBytes], splits: bool, in_loss: bool = False) -> float:
+    """Return the bytes of activations of all micro-batches in flight in a backward pass.
+
+    Args:
+        sizes: what each stage of the rank stores.
+        in_loss: count before that backward pass, when the loss is computed.
+    """
+    total = 0.0
+    for number, size in enumerate(sizes):
+        is_current = number == moment.stage
+        weight_passes = moment.weight_passes[number] - (splits and in_loss and is_current)
+        # The loss of the current micro-batch is counted apart, or its backward pass is complete.
+        losses = moment.activations[number] - (is_current and (in_loss or not splits))
+        total += moment.activations[number] * size.forward + weight_passes * size.weight_pass + losses * size.loss
+        if splits and is_current and not size.weight_pass:
+            total += size.recomputation
+    return total
+
+
+def _exchange_bytes(work: Workload, stage: Stage, moment: InFlight | None) -> float:
+    """Return the bytes of hidden states, and of gradients of them, that a rank has beside those that its blocks store.
+
+    It has buffers for what it receives of all micro-batches. Schedules other than 1F1B wait for what they have sent at
+    the end of a step only. A rank of 1F1B has the results of micro-batches in flight, and one gradient on its way.
+
+    Args:
+        moment: None for the end of a step.
+    """
+    if work.sizes.pipeline == 1 or not work.software.keeps_buffers:
+        return 0.0
+    chunks, batches, schedule = stages_per_rank(work.parallel), work.accumulation, work.parallel.pipeline_schedule
+    if moment is None:
+        moment = InFlight(chunks - 1, (0,) * chunks, (0,) * chunks, (batches,) * chunks)
+    # A block saves what it has received, unless its norm saves a wider copy of it.
+    widens = isinstance(work.spec.norm, RmsNorm) and work.software.compute_bytes < 4
+    saves_input = work.checkpointing.type != "none" or not widens
+    number = 0.0
+    for chunk in range(chunks):
+        has_previous, has_next = chunk > 0 or stage.rank > 0, chunk < chunks - 1 or not stage.has_head
+        number += has_previous * (batches - saves_input * moment.activations[chunk]) + has_next * batches
+        if schedule == "1f1b":
+            number += has_next * moment.activations[chunk] + has_previous
+            continue
+        # In a V, the stages of the last rank are neighbors, and send each other nothing: buffers refer to the tensors.
+        is_inner = schedule == "zbv" and stage.rank == work.sizes.pipeline - 1
+        sends_on = has_next and not (is_inner and chunk == 0)
+        sends_back = has_previous and not (is_inner and chunk == 1)
+        backward = moment.forward[chunk] - moment.activations[chunk] + moment.weight_passes[chunk]
+        number += sends_on * moment.forward[chunk] + sends_back * backward
+    return number * boundary_bytes(work)
