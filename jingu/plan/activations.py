@@ -73,7 +73,7 @@ def saved_bytes(block: BlockSizes, work: Workload) -> float:
 
 
 def backward_bytes(block: BlockSizes, work: Workload) -> float:
-    """Return the bytes of gradients of activations at the fullest moment of the backward pass of a block.
+    """Return the bytes beside what is stored at the fullest moment of a block's passes: gradients of activations.
 
     That is in the feed-forward: beside the gradient of the block's result, which ranks of `tensor` gather, there are
     those of the input of the last matmul, of the activation, and of the gate. In a mixture of experts, it may be where
@@ -92,7 +92,10 @@ def backward_bytes(block: BlockSizes, work: Workload) -> float:
         gradients = max(
             gradients, 2 * rows * block.experts.num_experts_per_token * (block.experts.latent_size or hidden)
         )
-    return soft.compute_bytes * (tokens * hidden + gathered + gradients)
+    # At the end of a forward pass, ranks of `tensor` have partial sums of all tokens, and a copy in the order in which
+    # they are scattered; also their part of the result, and what is alive of their part of a block.
+    forward = 0.0 if soft.saved_per_hidden else 2 * gathered + 4 * tokens * hidden * bool(gathered)
+    return soft.compute_bytes * max(tokens * hidden + gathered + gradients, forward)
 
 
 def loss_bytes(work: Workload) -> float:
