@@ -1,10 +1,16 @@
-"""What a rank stores for the backward passes of a step, in closed form: activations, losses, and exchanged tensors."""
+"""What a rank stores for the backward passes of a step, in closed form: activations, losses, and exchanged tensors.
+
+Dims: M moments of a step, C stages of a rank.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
@@ -13,8 +19,8 @@ from jingu.model.feed_forward_specs import GatedFeedForward, PlainFeedForward
 from jingu.model.norm_specs import RmsNorm
 from jingu.model.parts import score_bytes
 from jingu.parallel.mesh import AxisSizes
-from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
-from jingu.plan.in_flight import InFlight, moments_in_flight, rank_chunks
+from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES
+from jingu.plan.in_flight import InFlight, end_of_step, moments_in_flight, rank_chunks
 from jingu.plan.software import Software
 from jingu.plan.workload import BlockSizes, ModelSizes, Stage, Workload
 
@@ -191,7 +197,15 @@ def step_tensors(work: Workload, stage: Stage) -> StepTensors:
     """Return what a rank of a stage holds of activations, of the loss, and of what travels between stages."""
     soft, spec = work.software, work.spec
     chunks, moments = rank_chunks(work, stage), moments_in_flight(work, stage)
-    sizes = [_stored_by_stage(work, chunk) for chunk in chunks]
+    sizes: list[_MicroBatchBytes] = []
+    of_blocks = {block: _stored_by_block(work, block) for block, _ in stage.blocks}
+    # Many stages have equal parts.
+    of_parts: dict[Any, _MicroBatchBytes] = {}
+    for chunk in chunks:
+        key = chunk.parts if work.checkpointing.every == 1 else chunk
+        if key not in of_parts:
+            of_parts[key] = _stored_by_stage(work, chunk, of_blocks)
+        sizes.append(of_parts[key])
     states, weight = work.tokens * spec.hidden_size * soft.compute_bytes, _head_bytes(work)
     norm = spec.norm.saved_bytes(spec.hidden_size, 1, soft.compute_bytes) * work.tokens / work.sizes.tensor
     has_loss = stage.has_head and not spec.score_head
@@ -202,14 +216,14 @@ def step_tensors(work: Workload, stage: Stage) -> StepTensors:
     # recomputes until its second part.
     recomputation = 0.0 if splits else max(size.recomputation for size in sizes)
     gradient = work.tokens / work.sizes.tensor * spec.hidden_size * soft.compute_bytes
-    flights = [(_bytes_in_flight(one, sizes, splits), _exchange_bytes(work, stage, one)) for one in moments]
-    activations, buffers = max(flights, key=sum)
+    exchanges_M = _exchange_bytes(work, stage, moments)
+    activations, buffers = _fullest(_bytes_in_flight(moments, sizes, splits), exchanges_M)
     # The gradients of a norm's result and input, and two products on the way, in at least fp32.
     of_norm = 4 * gradient * max(1.0, 4.0 / soft.compute_bytes)
     result = StepTensors(
         activations=activations,
         buffers=buffers,
-        buffers_at_end=_exchange_bytes(work, stage, None),
+        buffers_at_end=float(_exchange_bytes(work, stage, end_of_step(len(chunks), work.accumulation))[0]),
         recomputation=recomputation,
         backward=max(of_norm * splits, *(backward_bytes(block, work) for block, _ in stage.blocks)),
         gradient_of_block=gradient,
@@ -220,12 +234,10 @@ def step_tensors(work: Workload, stage: Stage) -> StepTensors:
     # Ranks of `tensor` gather the states of all tokens, and keep those of their own beside them.
     loss_tensors = backward_inputs + states * (1 + (work.sizes.tensor > 1) / work.sizes.tensor)
     norm_backward = backward_inputs - states * (not splits) + of_norm
-    before_loss = [moment for moment in moments if moment.stage == len(chunks) - 1]
-    flights = [
-        (_bytes_in_flight(moment, sizes, splits, in_loss=True), _exchange_bytes(work, stage, moment))
-        for moment in before_loss
-    ]
-    activations, buffers = max(flights, key=sum)
+    # Backward passes of the last stage follow on losses.
+    follows_M = moments.stage == len(chunks) - 1
+    of_loss_M = np.where(follows_M, _bytes_in_flight(moments, sizes, splits, in_loss=True), -np.inf)
+    activations, buffers = _fullest(of_loss_M, exchanges_M)
     return replace(
         result,
         activations_in_loss=activations,
@@ -254,31 +266,43 @@ class _MicroBatchBytes:
     recomputation: float = 0.0
     loss: float = 0.0
 
+    @property
+    def columns(self) -> tuple[float, float, float, float]:
+        return self.forward, self.weight_pass, self.recomputation, self.loss
 
-def _stored_by_stage(work: Workload, stage: Stage) -> _MicroBatchBytes:
-    """Return what the blocks of a stage store per micro-batch."""
-    checkpointing = work.checkpointing
-    forward = weight_passes = recomputation = 0.0
+
+def _stored_by_stage(work: Workload, stage: Stage, of_blocks: dict[BlockSizes, _MicroBatchBytes]) -> _MicroBatchBytes:
+    """Return what the blocks of a stage store per micro-batch.
+
+    Args:
+        of_blocks: what one block of each kind stores without checkpointing, and what checkpointing recomputes.
+    """
+    every = work.checkpointing.every
+    forward = weight_pass = recomputation = 0.0
     for block, numbers in stage.blocks:
-        all_bytes, selective, input_bytes = block_activations(block, work)
-        num_checkpointed = 0
-        if checkpointing.type != "none":
-            num_checkpointed = sum(number % checkpointing.every == 0 for number in numbers)
-        saving = all_bytes - (input_bytes if checkpointing.type == "full" else selective)
-        outputs = work.tokens / work.sizes.tensor * _gradients_of_results(block, work)
-        forward += len(numbers) * all_bytes - num_checkpointed * saving
-        weight_passes += len(numbers) * outputs + num_checkpointed * saving
-        recomputation = max(recomputation, saving * min(1, num_checkpointed))
+        size = of_blocks[block]
+        num_checkpointed = len(numbers) if every == 1 else sum(number % every == 0 for number in numbers)
+        forward += len(numbers) * size.forward - num_checkpointed * size.recomputation
+        weight_pass += len(numbers) * size.weight_pass + num_checkpointed * size.recomputation
+        recomputation = max(recomputation, size.recomputation * min(1, num_checkpointed))
     if stage.has_head:
         # The gradient of the result of the last norm.
-        weight_passes += work.tokens / work.sizes.tensor * work.spec.hidden_size * max(4.0, work.software.compute_bytes)
+        weight_pass += work.tokens / work.sizes.tensor * work.spec.hidden_size * max(4.0, work.software.compute_bytes)
     else:
         # The gradient of the result of the last block is in the buffer into which it was received.
-        weight_passes -= boundary_bytes(work)
+        weight_pass -= boundary_bytes(work)
     if work.model.embedding in stage.ends:
         # Nobody needs gradients of the inputs of the first stage: its whole backward pass comes with those of weights.
-        weight_passes = 0.0
-    return _MicroBatchBytes(forward, weight_passes, recomputation)
+        weight_pass = 0.0
+    return _MicroBatchBytes(forward, weight_pass, recomputation)
+
+
+def _stored_by_block(work: Workload, block: BlockSizes) -> _MicroBatchBytes:
+    """Return what a block stores without checkpointing, and what checkpointing recomputes."""
+    all_bytes, selective, input_bytes = block_activations(block, work)
+    checkpoint = {"none": all_bytes, "selective": selective, "full": input_bytes}[work.checkpointing.type]
+    gradients = work.tokens / work.sizes.tensor * _gradients_of_results(block, work)
+    return _MicroBatchBytes(all_bytes, gradients, all_bytes - checkpoint)
 
 
 def _gradients_of_results(block: BlockSizes, work: Workload) -> float:
@@ -299,53 +323,80 @@ def splits_backward(work: Workload) -> bool:
     return work.sizes.pipeline > 1 and work.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES
 
 
-def _bytes_in_flight(moment: InFlight, sizes: list[_MicroBatchBytes], splits: bool, in_loss: bool = False) -> float:
-    """Return the bytes of activations of all micro-batches in flight in a backward pass.
+def _fullest(activations_M: NDArray[np.float64], exchanges_M: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the activations and exchanged tensors of the moment with the most bytes of both."""
+    moment = int(np.argmax(activations_M + exchanges_M))
+    return float(activations_M[moment]), float(exchanges_M[moment])
+
+
+def _bytes_in_flight(
+    moments: InFlight, sizes: list[_MicroBatchBytes], splits: bool, in_loss: bool = False
+) -> NDArray[np.float64]:
+    """Return the bytes [M] of activations of all micro-batches in flight, in each backward pass.
 
     Args:
         sizes: what each stage of the rank stores.
-        in_loss: count before that backward pass, when the loss is computed.
+        in_loss: count before the backward pass, when the loss is computed.
     """
-    total = 0.0
-    for number, size in enumerate(sizes):
-        is_current = number == moment.stage
-        weight_passes = moment.weight_passes[number] - (splits and in_loss and is_current)
-        # The loss of the current micro-batch is counted apart, or its backward pass is complete.
-        losses = moment.activations[number] - (is_current and (in_loss or not splits))
-        total += moment.activations[number] * size.forward + weight_passes * size.weight_pass + losses * size.loss
-        if splits and is_current and not size.weight_pass:
-            total += size.recomputation
+    if not splits and len(sizes) == 1:
+        # Most layouts of a search have one stage per rank, where every backward pass is current.
+        return moments.activations[:, 0] * sizes[0].forward + (moments.activations[:, 0] - 1) * sizes[0].loss
+    forward, weight_pass, recomputation, loss = np.array([size.columns for size in sizes]).T
+    current_MC = moments.current
+    # The loss of the current micro-batch is counted apart, or its backward pass is complete.
+    losses_MC = moments.activations - current_MC * (in_loss or not splits)
+    total = moments.activations @ forward + losses_MC @ loss
+    if splits:
+        total += (moments.weight_passes - current_MC * in_loss) @ weight_pass
+        total += current_MC @ (recomputation * (weight_pass == 0))
     return total
 
 
-def _exchange_bytes(work: Workload, stage: Stage, moment: InFlight | None) -> float:
-    """Return the bytes of hidden states, and of gradients of them, that a rank has beside those that its blocks store.
+def _exchange_bytes(work: Workload, stage: Stage, moments: InFlight) -> NDArray[np.float64]:
+    """Return the bytes [M] of hidden states, and of gradients of them, beside those that the blocks of a rank store."""
+    if work.sizes.pipeline == 1 or not work.software.keeps_buffers:
+        return np.zeros(len(moments.stage))
+    schedule = work.parallel.pipeline_schedule
+    # A block saves what it has received, unless its norm saves a wider copy of it.
+    widens = isinstance(work.spec.norm, RmsNorm) and work.software.compute_bytes < 4
+    saves_input = work.checkpointing.type != "none" or not widens
+    is_inner = schedule == "zbv" and stage.rank == work.sizes.pipeline - 1
+    numbers = _num_exchanges(
+        moments, schedule, work.accumulation, stage.rank > 0, stage.has_head, is_inner, saves_input
+    )
+    return numbers * boundary_bytes(work)
+
+
+@lru_cache(maxsize=65536)
+def _num_exchanges(
+    moments: InFlight,
+    schedule: str,
+    batches: int,
+    has_previous: bool,
+    has_head: bool,
+    is_inner: bool,
+    saves_input: bool,
+) -> NDArray[np.float64]:
+    """Return how many tensors [M] of other stages, or for them, a rank has beside those that its blocks store.
 
     It has buffers for what it receives of all micro-batches. Schedules other than 1F1B wait for what they have sent at
     the end of a step only. A rank of 1F1B has the results of micro-batches in flight, and one gradient on its way.
 
     Args:
-        moment: None for the end of a step.
+        has_previous: whether there is a stage before the first of the rank.
+        has_head: whether its last stage is the last of the model.
+        is_inner: whether its stages are neighbors, as at the tip of a V. They send nothing, but buffers refer
+            to what they exchange.
+        saves_input: whether blocks save what they receive.
     """
-    if work.sizes.pipeline == 1 or not work.software.keeps_buffers:
-        return 0.0
-    chunks, batches, schedule = stages_per_rank(work.parallel), work.accumulation, work.parallel.pipeline_schedule
-    if moment is None:
-        moment = InFlight(chunks - 1, (0,) * chunks, (0,) * chunks, (batches,) * chunks)
-    # A block saves what it has received, unless its norm saves a wider copy of it.
-    widens = isinstance(work.spec.norm, RmsNorm) and work.software.compute_bytes < 4
-    saves_input = work.checkpointing.type != "none" or not widens
-    number = 0.0
-    for chunk in range(chunks):
-        has_previous, has_next = chunk > 0 or stage.rank > 0, chunk < chunks - 1 or not stage.has_head
-        number += has_previous * (batches - saves_input * moment.activations[chunk]) + has_next * batches
-        if schedule == "1f1b":
-            number += has_next * moment.activations[chunk] + has_previous
-            continue
-        # In a V, the stages of the last rank are neighbors, and send each other nothing: buffers refer to the tensors.
-        is_inner = schedule == "zbv" and stage.rank == work.sizes.pipeline - 1
-        sends_on = has_next and not (is_inner and chunk == 0)
-        sends_back = has_previous and not (is_inner and chunk == 1)
-        backward = moment.forward[chunk] - moment.activations[chunk] + moment.weight_passes[chunk]
-        number += sends_on * moment.forward[chunk] + sends_back * backward
-    return number * boundary_bytes(work)
+    chunks = moments.activations.shape[1]
+    inputs_C, outputs_C = np.ones(chunks), np.ones(chunks)
+    inputs_C[0] = has_previous
+    outputs_C[-1] = not has_head
+    numbers_M = (batches - saves_input * moments.activations) @ inputs_C + batches * outputs_C.sum()
+    if schedule == "1f1b":
+        return numbers_M + moments.activations @ outputs_C + inputs_C[0]
+    if is_inner:
+        outputs_C[0] = inputs_C[1] = 0
+    backward_MC = moments.forward - moments.activations + moments.weight_passes
+    return numbers_M + moments.forward @ outputs_C + backward_MC @ inputs_C

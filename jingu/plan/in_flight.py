@@ -2,68 +2,90 @@
 
 The counts are those of the orders of `jingu/plan/timeline.py:rank_orders`, in closed form: PyTorch takes seconds to
 compute the orders of a large pipeline.
+
+Dims: M moments, C stages of the rank (chunks of the model).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
-from jingu.plan.workload import Stage, Workload
+from jingu.plan.workload import Stage, Workload, single_stages
+
+Counts = NDArray[np.int64]
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, eq=False)
 class InFlight:
-    """The micro-batches in flight at the end of a backward pass, by stage of the rank.
+    """The micro-batches in flight at the ends of backward passes, by stage of the rank.
 
     Attributes:
-        stage: the stage of the rank whose backward pass it is.
-        activations: micro-batches whose activations the rank stores, with the current one.
-        weight_passes: those of them whose backward pass lacks only the gradients of weights, with the current one. Only
-            schedules that split backward passes have such micro-batches.
-        forward: forward passes of the step so far.
+        stage: [M] the stage of the rank whose backward pass it is.
+        activations: [M, C] micro-batches whose activations the rank stores, with the current one.
+        weight_passes: [M, C] those of them whose backward pass lacks the gradients of weights alone, with the current
+            one. Only schedules that split backward passes have such micro-batches.
+        forward: [M, C] forward passes of the step so far.
     """
 
-    stage: int
-    activations: tuple[int, ...]
-    weight_passes: tuple[int, ...]
-    forward: tuple[int, ...]
+    stage: Counts
+    activations: Counts
+    weight_passes: Counts
+    forward: Counts
 
-    def is_below(self, limit: InFlight) -> bool:
-        """Return whether another moment of the same stage has at least as many micro-batches of each stage."""
-        mine, theirs = ((*one.activations, *one.weight_passes, *one.forward) for one in (self, limit))
-        counts = zip(mine, theirs, strict=True)
-        return self != limit and self.stage == limit.stage and all(count <= most for count, most in counts)
+    @cached_property
+    def current(self) -> NDArray[np.bool_]:
+        """Whether a backward pass is of each stage, [M, C]."""
+        return self.stage[:, None] == np.arange(self.activations.shape[1])
 
 
-def moments_in_flight(work: Workload, stage: Stage) -> tuple[InFlight, ...]:
-    """Return the moments of a rank's backward passes with the most micro-batches in flight."""
-    settings, batches = work.parallel, work.accumulation
-    if work.sizes.pipeline == 1:
-        return (InFlight(0, (1,), (0,), (batches,)),)
+# Stage, then activations, passes of weights and forward passes of each stage.
+_Row = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def moments_in_flight(work: Workload, stage: Stage) -> InFlight:
+    """Return moments of a rank's backward passes, of which one has the most memory, whatever a stage needs.
+
+    Between two of them, counts change by the same number of micro-batches in each pass.
+    """
+    settings, batches, ranks = work.parallel, work.accumulation, work.sizes.pipeline
+    if ranks == 1:
+        return _moments("gpipe", 1, 0, 1, 1)
     chunks = stages_per_rank(settings)
     if work.software.buffers_per_stage:
-        buffers = int(min(batches, work.software.buffers_per_stage * work.sizes.pipeline + 4))
-        return (InFlight(chunks - 1, (buffers,) * chunks, (0,) * chunks, (batches,) * chunks),)
-    return _moments(settings.pipeline_schedule, work.sizes.pipeline, stage.rank, chunks, batches)
+        buffers = int(min(batches, work.software.buffers_per_stage * ranks + 4))
+        return _make_moments([(chunks - 1, (buffers,) * chunks, (0,) * chunks, (batches,) * chunks)])
+    return _moments(settings.pipeline_schedule, ranks, stage.rank, chunks, batches)
 
 
-@lru_cache(maxsize=4096)
-def _moments(schedule: str, ranks: int, rank: int, chunks: int, batches: int) -> tuple[InFlight, ...]:
+@lru_cache(maxsize=1024)
+def end_of_step(chunks: int, batches: int) -> InFlight:
+    """Return the moment after the last backward pass."""
+    return _make_moments([(chunks - 1, (0,) * chunks, (0,) * chunks, (batches,) * chunks)])
+
+
+def _make_moments(rows: Iterable[_Row]) -> InFlight:
+    return InFlight(*(np.array(column) for column in zip(*rows, strict=True)))
+
+
+@lru_cache(maxsize=16384)
+def _moments(schedule: str, ranks: int, rank: int, chunks: int, batches: int) -> InFlight:
     match schedule:
         case "gpipe":
-            return (InFlight(0, (batches,), (0,), (batches,)),)
+            return _make_moments([(0, (batches,), (0,), (batches,))])
         case "1f1b":
-            return (InFlight(0, (min(batches, ranks - rank),), (0,), (batches,)),)
+            return _make_moments([(0, (min(batches, ranks - rank),), (0,), (batches,))])
         case "zbv":
-            moments = _moments_of_zbv(ranks, rank, batches)
-        case _:
-            moments = _moments_of_rounds(ranks, rank, chunks, batches, schedule in SPLIT_BACKWARD_SCHEDULES)
-    return tuple(sorted(one for one in moments if not any(one.is_below(other) for other in moments)))
+            return _make_moments(_moments_of_zbv(ranks, rank, batches))
+    return _moments_of_rounds(ranks, rank, chunks, batches, schedule in SPLIT_BACKWARD_SCHEDULES)
 
 
-def _moments_of_rounds(ranks: int, rank: int, chunks: int, batches: int, splits: bool) -> set[InFlight]:
+def _moments_of_rounds(ranks: int, rank: int, chunks: int, batches: int, splits: bool) -> InFlight:
     """Return the moments of schedules that pass rounds of micro-batches through each stage of a rank in turn.
 
     They are interleaved 1F1B (Narayanan et al., 2021) and, if the backward pass is split, its zero-bubble variant (Qi
@@ -72,28 +94,28 @@ def _moments_of_rounds(ranks: int, rank: int, chunks: int, batches: int, splits:
     size = batches // max(1, batches // ranks)
     total = chunks * batches
     ahead = (chunks - 1) * size + (1 if splits else 2) * (ranks - 1 - rank)
+    lag = rank * splits
+    # Earlier rounds have as many micro-batches in flight as the last before forward passes end. Within a round of each
+    # kind of pass, counts change evenly, so its first and last passes are enough.
+    first = max(0, total - ahead - chunks * size)
+    starts = np.arange(first // size * size, total + size, size)
+    ends = np.concatenate((starts, starts - ahead - 1, starts + lag, (first, total, total - ahead - 1)))
+    numbers_M = np.unique(np.concatenate((ends - 1, ends)))
+    numbers_M = numbers_M[(numbers_M >= first) & (numbers_M < total)]
 
-    def count(passes: int, chunk: int) -> int:
-        """Return how many of the first passes are of a stage."""
-        rounds, remainder = divmod(passes, chunks * size)
-        return rounds * size + min(size, max(0, remainder - chunk * size))
+    def count(passes_M: Counts) -> Counts:
+        """Return how many of the first passes are of each stage, [M, C]."""
+        rounds, remainder = np.divmod(passes_M[:, None], chunks * size)
+        return rounds * size + np.clip(remainder - np.arange(chunks) * size, 0, size)
 
-    moments = set()
-    # Earlier rounds have as many micro-batches in flight as the last before forward passes end.
-    for number in range(max(0, total - ahead - chunks * size), total):
-        forward, complete = min(total, ahead + number + 1), max(0, number - rank * splits)
-        # Backward passes begin with the last stage.
-        orders = [(chunk, chunks - 1 - chunk) for chunk in range(chunks)]
-        forwards = tuple(count(forward, chunk) for chunk in range(chunks))
-        activations = tuple(forwards[chunk] - count(complete, place) for chunk, place in orders)
-        weight_passes = tuple(
-            count((number + 1) * splits, place) - count(complete * splits, place) for _, place in orders
-        )
-        moments.add(InFlight(chunks - 1 - number // size % chunks, activations, weight_passes, forwards))
-    return moments
+    forward_MC = count(np.minimum(total, ahead + numbers_M + 1))
+    # Backward passes begin with the last stage.
+    complete_MC = count(np.maximum(0, numbers_M - lag))[:, ::-1]
+    weight_passes_MC = splits * (count(numbers_M + 1)[:, ::-1] - complete_MC)
+    return InFlight(chunks - 1 - numbers_M // size % chunks, forward_MC - complete_MC, weight_passes_MC, forward_MC)
 
 
-def _moments_of_zbv(ranks: int, rank: int, batches: int) -> set[InFlight]:
+def _moments_of_zbv(ranks: int, rank: int, batches: int) -> set[_Row]:
     """Return the moments of the V schedule (Qi et al., 2023), which has two stages per rank."""
     moments = set()
 
@@ -103,21 +125,27 @@ def _moments_of_zbv(ranks: int, rank: int, batches: int) -> set[InFlight]:
         activations = tuple(min(batches, first) - min(batches, last) for first, _, last in passes)
         weight_passes = tuple(min(batches, first) - min(batches, last) for _, first, last in passes)
         if backward[stage] <= batches:
-            moments.add(InFlight(stage, activations, weight_passes, tuple(min(batches, first) for first in forward)))
+            moments.add((stage, activations, weight_passes, tuple(min(batches, first) for first in forward)))
+
+    def ends(numbers: range) -> Iterable[int]:
+        """Return the first and last number, between which counts change evenly; all if some passes are not real."""
+        return numbers if count > batches else {*numbers[:1], *numbers[-1:]}
 
     count = max(2 * ranks - 1, batches)
     # Warm-up: the first backward passes of the second stage.
-    for number in range(ranks - rank):
+    for number in ends(range(ranks - rank)):
         add(1, (2 * ranks - rank - 1, rank + 1 + number), (0, number + 1), (0, number))
-    # Steady state: a forward and a backward pass of each stage in turn. Earlier passes have as many in flight.
-    for number in range(max(0, count - 3 * ranks), count - ranks):
+    # Steady state: a forward and a backward pass of each stage in turn, until there are no more forward passes of the
+    # first stage. Earlier passes have as many in flight.
+    last = max(0, count - 2 * ranks + rank)
+    for number in {*ends(range(max(0, count - 3 * ranks), last + 1)), *ends(range(last, count - ranks))}:
         second = ranks - rank + number
         first = min(count, 2 * ranks - rank + number)
         add(0, (first, ranks + number), (number + 1, second), (number, second))
         add(1, (first, ranks + number + 1), (number + 1, second + 1), (number + 1, second))
     # Cool-down: gradients of weights wait while there are gradients of inputs to compute.
     complete = (count - ranks, count - rank)
-    for number in range(rank):
+    for number in ends(range(rank)):
         add(0, (count, count), (complete[0] + number + 1, complete[1] + number), complete)
         add(1, (count, count), (complete[0] + number + 1, complete[1] + number + 1), complete)
     add(0, (count, count), (complete[0] + rank + 1, count), complete)
@@ -126,16 +154,19 @@ def _moments_of_zbv(ranks: int, rank: int, batches: int) -> set[InFlight]:
 
 def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
     """Return the maximum number of micro-batches in flight, in units of all blocks of the rank."""
-    chunks = rank_chunks(work, stage)
-    counts = [chunk.num_blocks for chunk in chunks]
-    if not sum(counts):
-        return 1.0
-    moments = moments_in_flight(work, stage)
-    return max(sum(n * size for n, size in zip(one.activations, counts, strict=True)) for one in moments) / sum(counts)
+    return _mean_in_flight(moments_in_flight(work, stage), rank_chunks(work, stage))
+
+
+@lru_cache(maxsize=65536)
+def _mean_in_flight(moments: InFlight, chunks: tuple[Stage, ...]) -> float:
+    counts_C = [chunk.num_blocks for chunk in chunks]
+    if len(chunks) == 1:
+        return float(moments.activations.max())
+    return float((moments.activations @ counts_C).max() / max(1, sum(counts_C)))
 
 
 def rank_chunks(work: Workload, stage: Stage) -> tuple[Stage, ...]:
     """Return the single stages of the rank of a stage, in the order of the pipeline."""
     if work.sizes.pipeline == 1 or stages_per_rank(work.parallel) == 1:
         return (stage,)
-    return tuple(single for single in work.single_stages if single.rank == stage.rank)
+    return single_stages(work.model, work.sizes.pipeline, work.stage_key)[stage.rank]

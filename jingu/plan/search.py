@@ -15,6 +15,8 @@ from functools import cache
 from itertools import product
 from math import ceil, inf
 
+import numpy as np
+
 from jingu.config.batch_plan import divisors
 from jingu.config.sections.parallel import HostOffloadSettings, NoOffloadSettings, ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
@@ -22,7 +24,7 @@ from jingu.errors import JinguError
 from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
 from jingu.parallel.stages import check_layout
 from jingu.plan.activations import block_activations
-from jingu.plan.in_flight import micro_batches_in_flight
+from jingu.plan.in_flight import moments_in_flight, rank_chunks
 from jingu.plan.intervals import memory_margin
 from jingu.plan.machine import Machine
 from jingu.plan.memory import least_memory, stage_memory
@@ -355,9 +357,10 @@ def _search_cell(
         slowdown = 1 + _idle_bound(work, machine) / cell.accumulation
         if cell.bound * slowdown > limit or not _is_valid(work, key, result):
             continue
-        result.loads[place] = _Load(slowdown, tuple(_in_flight(work, stage) for stage in work.stages))
-        times = _cell_time(work, cell, machine, result)
-        if times is None or times.seconds > limit:
+        if load is None:
+            result.loads[place] = _Load(slowdown, tuple(_in_flight(work, stage) for stage in work.stages))
+        times = _cell_time(work, cell, machine, result, limit)
+        if times is None:
             continue
         plans += _search_divisions(work, key, times, machine, result, limit, first_only=first_only)
     return plans
@@ -443,12 +446,26 @@ def _block_bytes(work: Workload) -> dict[BlockSizes, float]:
 
 
 def _in_flight(work: Workload, stage: Stage) -> tuple[tuple[BlockSizes, float], ...]:
-    batches = micro_batches_in_flight(work, stage)
-    return tuple((block, len(numbers) * batches) for block, numbers in stage.blocks)
+    """Return how many blocks of each kind a rank stores activations of, at one moment of a step."""
+    chunks, moments = rank_chunks(work, stage), moments_in_flight(work, stage)
+    counts = moments.activations[np.argmax(moments.activations @ [chunk.num_blocks for chunk in chunks])]
+    numbers: dict[BlockSizes, float] = {}
+    for chunk, count in zip(chunks, counts, strict=True):
+        for block, members in chunk.blocks:
+            numbers[block] = numbers.get(block, 0.0) + float(count) * len(members)
+    return tuple(numbers.items())
 
 
-def _cell_time(work: Workload, cell: _Cell, machine: Machine, result: SearchResult) -> _CellTime | None:
-    """Return what the layouts of a cell with one schedule share; None if their activations do not fit."""
+def _cell_time(work: Workload, cell: _Cell, machine: Machine, result: SearchResult, limit: float) -> _CellTime | None:
+    """Return what the layouts of a cell with one schedule share.
+
+    Returns:
+        None if they take more than `limit` seconds, or if their activations do not fit.
+    """
+    terms, slowest, time = schedule_time(work, machine)
+    seconds = sum(terms.values()) * (1 - 1e-9)
+    if seconds > limit:
+        return None
     usable = machine.usable_bytes / memory_margin(machine)
     activations, least = least_memory(work, cell.data, usable)
     if activations > usable or (least > usable and machine.is_shared):
@@ -456,8 +473,7 @@ def _cell_time(work: Workload, cell: _Cell, machine: Machine, result: SearchResu
         if activations - usable < result.smallest[0]:
             result.smallest = (activations - usable, describe_layout(work))
         return None
-    terms, slowest, time = schedule_time(work, machine)
-    return _CellTime(sum(terms.values()) * (1 - 1e-9), slowest, time, least <= usable)
+    return _CellTime(seconds, slowest, time, least <= usable)
 
 
 def _is_valid(work: Workload, key: tuple[object, ...], result: SearchResult) -> bool:

@@ -235,6 +235,13 @@ def _single_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple
     return tuple(_make_stage(model, rank, ranges, [number]) for number, rank in enumerate(owners))
 
 
+@lru_cache(maxsize=1024)
+def single_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[tuple[Stage, ...], ...]:
+    """Return the single stages of each rank, in the order of the pipeline; `key` is `Workload.stage_key`."""
+    stages = _single_stages(model, ranks, key)
+    return tuple(tuple(stage for stage in stages if stage.rank == rank) for rank in range(ranks))
+
+
 def _divide_blocks(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[list[range], list[int]]:
     """Return the blocks of each stage, and its rank."""
     if ranks == 1:

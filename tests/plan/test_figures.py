@@ -17,7 +17,7 @@ from jingu.cli import main
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.config.sections import optimizers, tasks
-from jingu.plan import forecast, memory
+from jingu.plan import forecast, weight_memory
 from jingu.plan.machine import Machine
 from jingu.plan.memory import STATE
 from jingu.plan.weight_memory import rank_share
@@ -280,7 +280,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[ModuleType, str, str]]] = {
         (forecast, "hours * ranks * self.price", "hours * self.price * 2"),
         (forecast, "tokens / self.step,", "2 * tokens / self.step,"),
         (forecast, "(machine.disk_gbs * 1e9)", "(machine.disk_gbs * 1e6)"),
-        (memory, "part.num_trained * soft.weight_bytes", "part.num_trained * soft.compute_bytes / 2"),
+        (weight_memory, "part.num_trained * soft.weight_bytes", "part.num_trained * soft.compute_bytes / 2"),
         (optimizers, '{"master": master_bytes, "fp32"', '{"master": 2 * master_bytes, "fp32"'),
         (optimizers, 'return {"exp_avg": Slot("sharded", shape)}\n', "return adam_slots(shape)\n"),
     ],
