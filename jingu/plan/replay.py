@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -112,16 +112,11 @@ def recording(state: object) -> Iterator[StepRecord]:
     """
     recorder = _StepRecorder()
     recorder.watch(state)
+    # Neighboring stages of a rank replace their buffers in the step; a reference would keep the old ones.
+    del state
     recorder.record.begin = recorder.record.peak = recorder.total()
     with recorder:
         yield recorder.record
-
-
-def record_step(step: Callable[[], object], state: object) -> StepRecord:
-    """Run a step, and return its record; `state` is that of `recording`."""
-    with recording(state) as record:
-        step()
-    return record
 
 
 def storage_bytes(state: object) -> int:

@@ -75,7 +75,7 @@ class PlanCheck:
             return
         if distance == -1:
             state = _tensors_of_state(trainer)
-            with recording([state, list(trainer.model.buffers())]) as record:
+            with recording([state, list(trainer.model.buffers()), trainer.model.receive_buffers()]) as record:
                 yield
             self._memory = _split_peak(state, record.peak)
             return

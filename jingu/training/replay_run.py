@@ -20,7 +20,7 @@ from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import build_mesh
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.stages import plan_layout
-from jingu.plan.replay import StepRecord, record_step
+from jingu.plan.replay import StepRecord, recording
 from jingu.training.optimizer import build_optimizer, optimizer_settings
 from jingu.training.pretraining import Pretraining
 from jingu.training.session import training_layout
@@ -65,14 +65,9 @@ def replay_on_rank(config: RunConfig, spec: ModelSpec, precision: Precision, ran
     # The first step also builds schedules, buffers and the optimizer's kernels, which later steps reuse.
     step(0)
     state = [list(model.parameters()), list(optimizer.state.values()), list(model.buffers())]
-    receive_buffers = model.receive_buffers()
-
-    def take_step() -> None:
-        # Neighboring stages of a rank replace their buffers; this reference would keep the old ones.
-        receive_buffers.clear()
+    with recording([state, model.receive_buffers()]) as record:
         step(1)
-
-    return record_step(take_step, [state, receive_buffers])
+    return record
 
 
 def replay_run(config: RunConfig, spec: ModelSpec, precision: Precision, ranks: int, rank: int) -> StepRecord:

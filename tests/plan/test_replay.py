@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.plan.replay import StepRecord, record_step
+from jingu.plan.replay import StepRecord, recording
 from jingu.training.replay_run import replay_on_rank, replay_run
 from tests.plan.test_memory import BF16, GPT2, LLAMA, MIXTURE, settings
 
@@ -122,5 +122,6 @@ def test_pipelines_count_what_ranks_send_each_other() -> None:
 def test_weights_without_storage_are_recorded() -> None:
     """Weights that oneDNN has packed for generation have a layout without storage; a step may use them."""
     packed = torch.ones(4, 4).to_mkldnn()
-    record = record_step(lambda: torch.ones(1024).add_(packed.to_dense().sum()), [packed])
+    with recording([packed]) as record:
+        torch.ones(1024).add_(packed.to_dense().sum())
     assert record.begin == 0 and record.peak >= 4096
