@@ -119,8 +119,7 @@ class ScheduledStage(PipelineStage):
     def receive_buffers(self) -> list[Tensor]:
         """Return the tensors into which the stage receives hidden states and gradients of all micro-batches."""
         infos = (*self.args_recv_info.values(), *self.grad_recv_info.values())
-        # Placeholders of a stage's own arguments have no buffer.
-        buffers = (getattr(entry, "buffer", None) for entries in infos for entry in entries)
+        buffers = (entry.buffer for entries in infos for entry in entries)
         return [buffer for buffer in buffers if buffer is not None]
 
     def _record(self, phase: str, number: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
