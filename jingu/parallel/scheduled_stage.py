@@ -118,7 +118,9 @@ class ScheduledStage(PipelineStage):
 
     def receive_buffers(self) -> list[Tensor]:
         """Return the tensors into which the stage receives hidden states and gradients of all micro-batches."""
-        infos = (*self.args_recv_info.values(), *self.grad_recv_info.values())
+        # What the first stage gets are arguments. Before PyTorch 2.13, these have no buffer.
+        hidden_states = () if self.is_first else self.args_recv_info.values()
+        infos = (*hidden_states, *self.grad_recv_info.values())
         buffers = (entry.buffer for entries in infos for entry in entries)
         return [buffer for buffer in buffers if buffer is not None]
 
