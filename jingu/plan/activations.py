@@ -210,7 +210,8 @@ def step_tensors(work: Workload, stage: Stage) -> StepTensors:
     norm = spec.norm.saved_bytes(spec.hidden_size, 1, soft.compute_bytes) * work.tokens / work.sizes.tensor
     has_loss = stage.has_head and not spec.score_head
     # What the last norm and the loss store, and gradients that the loss has computed already.
-    sizes[-1] = replace(sizes[-1], loss=(norm + states + weight) * has_loss)
+    if has_loss:
+        sizes[-1] = replace(sizes[-1], loss=norm + states + weight)
     splits = splits_backward(work)
     # Checkpointed blocks are recomputed one at a time, from what they have stored. A split backward pass keeps what it
     # recomputes until its second part.
@@ -265,10 +266,6 @@ class _MicroBatchBytes:
     weight_pass: float = 0.0
     recomputation: float = 0.0
     loss: float = 0.0
-
-    @property
-    def columns(self) -> tuple[float, float, float, float]:
-        return self.forward, self.weight_pass, self.recomputation, self.loss
 
 
 def _stored_by_stage(work: Workload, stage: Stage, of_blocks: dict[BlockSizes, _MicroBatchBytes]) -> _MicroBatchBytes:
@@ -338,18 +335,21 @@ def _bytes_in_flight(
         sizes: what each stage of the rank stores.
         in_loss: count before the backward pass, when the loss is computed.
     """
-    if not splits and len(sizes) == 1:
-        # Most layouts of a search have one stage per rank, where every backward pass is current.
-        return moments.activations[:, 0] * sizes[0].forward + (moments.activations[:, 0] - 1) * sizes[0].loss
-    forward, weight_pass, recomputation, loss = np.array([size.columns for size in sizes]).T
-    current_MC = moments.current
-    # The loss of the current micro-batch is counted apart, or its backward pass is complete.
-    losses_MC = moments.activations - current_MC * (in_loss or not splits)
-    total = moments.activations @ forward + losses_MC @ loss
+    # A search calls this many thousand times, so it leaves out what is zero.
+    total_M = moments.activations @ [size.forward for size in sizes]
     if splits:
-        total += (moments.weight_passes - current_MC * in_loss) @ weight_pass
-        total += current_MC @ (recomputation * (weight_pass == 0))
-    return total
+        weight_passes_MC = moments.weight_passes - moments.current if in_loss else moments.weight_passes
+        total_M += weight_passes_MC @ [size.weight_pass for size in sizes]
+        if not sizes[0].weight_pass:
+            # The first stage of the model recomputes a block at a time, as without a split.
+            total_M += moments.current[:, 0] * sizes[0].recomputation
+    if sizes[-1].loss:
+        losses_M = moments.activations[:, -1]
+        if in_loss or not splits:
+            # The loss of the current micro-batch is counted apart, or its backward pass is complete.
+            losses_M = losses_M - moments.current[:, -1]
+        total_M += losses_M * sizes[-1].loss
+    return total_M
 
 
 def _exchange_bytes(work: Workload, stage: Stage, moments: InFlight) -> NDArray[np.float64]:

@@ -19,6 +19,8 @@ from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
 from jingu.plan.workload import Stage, Workload, single_stages
 
 Counts = NDArray[np.int64]
+# Floats, because they are multiplied by bytes.
+MicroBatches = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,14 +36,14 @@ class InFlight:
     """
 
     stage: Counts
-    activations: Counts
-    weight_passes: Counts
-    forward: Counts
+    activations: MicroBatches
+    weight_passes: MicroBatches
+    forward: MicroBatches
 
     @cached_property
-    def current(self) -> NDArray[np.bool_]:
+    def current(self) -> MicroBatches:
         """Whether a backward pass is of each stage, [M, C]."""
-        return self.stage[:, None] == np.arange(self.activations.shape[1])
+        return (self.stage[:, None] == np.arange(self.activations.shape[1])).astype(float)
 
 
 # Stage, then activations, passes of weights and forward passes of each stage.
@@ -70,7 +72,8 @@ def end_of_step(chunks: int, batches: int) -> InFlight:
 
 
 def _make_moments(rows: Iterable[_Row]) -> InFlight:
-    return InFlight(*(np.array(column) for column in zip(*rows, strict=True)))
+    stage, *counts = zip(*rows, strict=True)
+    return InFlight(np.array(stage), *(np.array(column, float) for column in counts))
 
 
 @lru_cache(maxsize=16384)
@@ -112,7 +115,8 @@ def _moments_of_rounds(ranks: int, rank: int, chunks: int, batches: int, splits:
     # Backward passes begin with the last stage.
     complete_MC = count(np.maximum(0, numbers_M - lag))[:, ::-1]
     weight_passes_MC = splits * (count(numbers_M + 1)[:, ::-1] - complete_MC)
-    return InFlight(chunks - 1 - numbers_M // size % chunks, forward_MC - complete_MC, weight_passes_MC, forward_MC)
+    counts = (forward_MC - complete_MC, weight_passes_MC, forward_MC)
+    return InFlight(chunks - 1 - numbers_M // size % chunks, *(count.astype(float) for count in counts))
 
 
 def _moments_of_zbv(ranks: int, rank: int, batches: int) -> set[_Row]:

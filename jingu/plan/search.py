@@ -359,8 +359,8 @@ def _search_cell(
             continue
         if load is None:
             result.loads[place] = _Load(slowdown, tuple(_in_flight(work, stage) for stage in work.stages))
-        times = _cell_time(work, cell, machine, result, limit)
-        if times is None:
+        times = _cell_time(work, cell, machine, result)
+        if times is None or times.seconds > limit:
             continue
         plans += _search_divisions(work, key, times, machine, result, limit, first_only=first_only)
     return plans
@@ -456,16 +456,8 @@ def _in_flight(work: Workload, stage: Stage) -> tuple[tuple[BlockSizes, float], 
     return tuple(numbers.items())
 
 
-def _cell_time(work: Workload, cell: _Cell, machine: Machine, result: SearchResult, limit: float) -> _CellTime | None:
-    """Return what the layouts of a cell with one schedule share.
-
-    Returns:
-        None if they take more than `limit` seconds, or if their activations do not fit.
-    """
-    terms, slowest, time = schedule_time(work, machine)
-    seconds = sum(terms.values()) * (1 - 1e-9)
-    if seconds > limit:
-        return None
+def _cell_time(work: Workload, cell: _Cell, machine: Machine, result: SearchResult) -> _CellTime | None:
+    """Return what the layouts of a cell with one schedule share; None if their activations do not fit."""
     usable = machine.usable_bytes / memory_margin(machine)
     activations, least = least_memory(work, cell.data, usable)
     if activations > usable or (least > usable and machine.is_shared):
@@ -473,7 +465,8 @@ def _cell_time(work: Workload, cell: _Cell, machine: Machine, result: SearchResu
         if activations - usable < result.smallest[0]:
             result.smallest = (activations - usable, describe_layout(work))
         return None
-    return _CellTime(seconds, slowest, time, least <= usable)
+    terms, slowest, time = schedule_time(work, machine)
+    return _CellTime(sum(terms.values()) * (1 - 1e-9), slowest, time, least <= usable)
 
 
 def _is_valid(work: Workload, key: tuple[object, ...], result: SearchResult) -> bool:

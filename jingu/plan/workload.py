@@ -238,8 +238,10 @@ def _single_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple
 @lru_cache(maxsize=1024)
 def single_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[tuple[Stage, ...], ...]:
     """Return the single stages of each rank, in the order of the pipeline; `key` is `Workload.stage_key`."""
-    stages = _single_stages(model, ranks, key)
-    return tuple(tuple(stage for stage in stages if stage.rank == rank) for rank in range(ranks))
+    stages: list[list[Stage]] = [[] for _ in range(ranks)]
+    for stage in _single_stages(model, ranks, key):
+        stages[stage.rank].append(stage)
+    return tuple(map(tuple, stages))
 
 
 def _divide_blocks(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[list[range], list[int]]:
