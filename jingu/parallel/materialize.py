@@ -29,7 +29,7 @@ from jingu.parallel.offload import DiskStorage
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.recomputation import checkpoint_for_split_backward
 from jingu.parallel.sharding import ShardingPlan, shard_parameters
-from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES
+from jingu.parallel.stages import splits_backward
 from jingu.parallel.tensor import apply_expert_parallel, apply_tensor_parallel
 from jingu.parallel.zero import apply_zero
 
@@ -164,11 +164,10 @@ def _parallelize_stage(stage: Decoder, plan: ShardingPlan, layout: Layout, preci
     # Activation checkpointing is inside the compiled code, so the compiler may still save results that are cheap to
     # save.
     checkpointing = layout.activation_checkpointing
-    has_pipeline = plan.mesh["pipeline"].size() > 1
-    splits_backward = has_pipeline and layout.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES
+    is_split = splits_backward(layout.parallel, plan.mesh["pipeline"].size())
     for number, block in iterate_blocks(stage):
         if checkpointing.type != "none" and number % checkpointing.every == 0:
-            block.forward = _add_checkpointing(block.forward, checkpointing.type, splits_backward)
+            block.forward = _add_checkpointing(block.forward, checkpointing.type, is_split)
         if layout.compile:
             block.forward = torch.compile(block.forward, dynamic=False)
     return apply_zero(stage, plan, layout.parallel, precision)
@@ -186,15 +185,15 @@ def _narrow_frozen(model: nn.Module, dtype: torch.dtype) -> None:
                     setattr(module, leaf, nn.Parameter(parameter.to(dtype), requires_grad=False))
 
 
-def _add_checkpointing(forward: Any, kind: str, splits_backward: bool) -> Any:
+def _add_checkpointing(forward: Any, kind: str, is_split: bool) -> Any:
     """Wrap a block's `forward` so that its activations are recomputed in the backward pass.
 
     Args:
         kind: full: recompute all activations; selective: save the results of slow operations (`SAVED_OPERATIONS`), and
             recompute only the others.
-        splits_backward: whether the schedule of the pipeline splits the backward pass.
+        is_split: whether the schedule of the pipeline splits the backward pass.
     """
-    if kind == "full" and splits_backward:
+    if kind == "full" and is_split:
         return partial(checkpoint_for_split_backward, forward)
     if kind == "full":
         return partial(checkpoint, forward, use_reentrant=False)

@@ -249,7 +249,7 @@ class ParallelModel(nn.Module):
 
     def receive_buffers(self) -> list[Tensor]:
         """Return the tensors into which stages receive. They exist as long as the schedules, also between steps."""
-        stages = (stage for _, _, stages in self._schedules.values() for stage in stages)
+        stages = (stage for *_, stages in self._schedules.values() for stage in stages)
         return [buffer for stage in stages for buffer in stage.receive_buffers()]
 
     def _receives_encoder_states(self, stage: int) -> bool:

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 SPLIT_BACKWARD_SCHEDULES = frozenset({"zero_bubble", "zbv"})
 
 
+def splits_backward(settings: ParallelSettings, ranks: int) -> bool:
+    """Return whether a pipeline of this many ranks splits its backward passes."""
+    return ranks > 1 and settings.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES
+
+
 def stages_per_rank(settings: ParallelSettings) -> int:
     """Return the number of stages per rank of the axis `pipeline`.
 
@@ -185,7 +190,7 @@ def check_layout(
     """
     if sizes.pipeline > 1:
         split_blocks(settings, sizes.pipeline, spec)
-        if settings.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
+        if splits_backward(settings, sizes.pipeline):
             _check_split_backward(settings, checkpointing, spec)
         _check_micro_batches(settings, sizes.pipeline, micro_batches)
     if sizes.expert > 1 and checkpointing == "selective":

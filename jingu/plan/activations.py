@@ -1,4 +1,4 @@
-"""What a rank stores for the backward passes of a step, in closed form: activations, losses, and exchanged tensors.
+"""What a rank stores for the backward passes of a step, in closed form: activations, losses, and buffers of stages.
 
 Dims: M moments of a step, C stages of a rank.
 """
@@ -19,8 +19,8 @@ from jingu.model.feed_forward_specs import GatedFeedForward, PlainFeedForward
 from jingu.model.norm_specs import RmsNorm
 from jingu.model.parts import score_bytes
 from jingu.parallel.mesh import AxisSizes
-from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES
-from jingu.plan.in_flight import InFlight, end_of_step, moments_in_flight, rank_chunks
+from jingu.parallel.stages import splits_backward
+from jingu.plan.in_flight import InFlight, end_of_step, moments_in_flight, stages_of_rank
 from jingu.plan.software import Software
 from jingu.plan.workload import BlockSizes, ModelSizes, Stage, Workload
 
@@ -196,15 +196,15 @@ class StepTensors:
 def step_tensors(work: Workload, stage: Stage) -> StepTensors:
     """Return what a rank of a stage holds of activations, of the loss, and of what travels between stages."""
     soft, spec = work.software, work.spec
-    chunks, moments = rank_chunks(work, stage), moments_in_flight(work, stage)
+    stages, moments = stages_of_rank(work, stage), moments_in_flight(work, stage)
     sizes: list[_MicroBatchBytes] = []
     of_blocks = {block: _stored_by_block(work, block) for block, _ in stage.blocks}
-    # Many stages have equal parts.
+    # Many stages of a rank have equal parts.
     of_parts: dict[Any, _MicroBatchBytes] = {}
-    for chunk in chunks:
-        key = chunk.parts if work.checkpointing.every == 1 else chunk
+    for single in stages:
+        key = single.parts if work.checkpointing.every == 1 else single
         if key not in of_parts:
-            of_parts[key] = _stored_by_stage(work, chunk, of_blocks)
+            of_parts[key] = _stored_by_stage(work, single, of_blocks)
         sizes.append(of_parts[key])
     states, weight = work.tokens * spec.hidden_size * soft.compute_bytes, _head_bytes(work)
     norm = spec.norm.saved_bytes(spec.hidden_size, 1, soft.compute_bytes) * work.tokens / work.sizes.tensor
@@ -212,21 +212,21 @@ def step_tensors(work: Workload, stage: Stage) -> StepTensors:
     # What the last norm and the loss store, and gradients that the loss has computed already.
     if has_loss:
         sizes[-1] = replace(sizes[-1], loss=norm + states + weight)
-    splits = splits_backward(work)
+    splits = splits_backward(work.parallel, work.sizes.pipeline)
     # Checkpointed blocks are recomputed one at a time, from what they have stored. A split backward pass keeps what it
     # recomputes until its second part.
     recomputation = 0.0 if splits else max(size.recomputation for size in sizes)
     gradient = work.tokens / work.sizes.tensor * spec.hidden_size * soft.compute_bytes
-    exchanges_M = _exchange_bytes(work, stage, moments)
-    activations, buffers = _fullest(_bytes_in_flight(moments, sizes, splits), exchanges_M)
+    buffers_M = _stage_buffer_bytes(work, stage, moments)
+    activations, buffers = _fullest(_bytes_in_flight(moments, sizes, splits), buffers_M)
     # The gradients of a norm's result and input, and two products on the way, in at least fp32.
     of_norm = 4 * gradient * max(1.0, 4.0 / soft.compute_bytes)
     result = StepTensors(
         activations=activations,
         buffers=buffers,
-        buffers_at_end=float(_exchange_bytes(work, stage, end_of_step(len(chunks), work.accumulation))[0]),
+        buffers_at_end=float(_stage_buffer_bytes(work, stage, end_of_step(len(stages), work.accumulation))[0]),
         recomputation=recomputation,
-        backward=max(of_norm * splits, *(backward_bytes(block, work) for block, _ in stage.blocks)),
+        backward=max([of_norm * splits, *(backward_bytes(block, work) for block, _ in stage.blocks)]),
         gradient_of_block=gradient,
     )
     if not has_loss:
@@ -236,9 +236,9 @@ def step_tensors(work: Workload, stage: Stage) -> StepTensors:
     loss_tensors = backward_inputs + states * (1 + (work.sizes.tensor > 1) / work.sizes.tensor)
     norm_backward = backward_inputs - states * (not splits) + of_norm
     # Backward passes of the last stage follow on losses.
-    follows_M = moments.stage == len(chunks) - 1
+    follows_M = moments.stage == len(stages) - 1
     of_loss_M = np.where(follows_M, _bytes_in_flight(moments, sizes, splits, in_loss=True), -np.inf)
-    activations, buffers = _fullest(of_loss_M, exchanges_M)
+    activations, buffers = _fullest(of_loss_M, buffers_M)
     return replace(
         result,
         activations_in_loss=activations,
@@ -316,14 +316,10 @@ def _gradients_of_results(block: BlockSizes, work: Workload) -> float:
     return outputs * size + (block.num_attention + 1) * hidden * max(4.0, size)
 
 
-def splits_backward(work: Workload) -> bool:
-    return work.sizes.pipeline > 1 and work.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES
-
-
-def _fullest(activations_M: NDArray[np.float64], exchanges_M: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the activations and exchanged tensors of the moment with the most bytes of both."""
-    moment = int(np.argmax(activations_M + exchanges_M))
-    return float(activations_M[moment]), float(exchanges_M[moment])
+def _fullest(activations_M: NDArray[np.float64], buffers_M: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the activations and the stage buffers of the moment with the most bytes of both."""
+    moment = int(np.argmax(activations_M + buffers_M))
+    return float(activations_M[moment]), float(buffers_M[moment])
 
 
 def _bytes_in_flight(
@@ -336,15 +332,15 @@ def _bytes_in_flight(
         in_loss: count before the backward pass, when the loss is computed.
     """
     # A search calls this many thousand times, so it leaves out what is zero.
-    total_M = moments.activations @ [size.forward for size in sizes]
+    total_M = moments.num_activations @ [size.forward for size in sizes]
     if splits:
-        weight_passes_MC = moments.weight_passes - moments.current if in_loss else moments.weight_passes
+        weight_passes_MC = moments.num_weight_passes - moments.current if in_loss else moments.num_weight_passes
         total_M += weight_passes_MC @ [size.weight_pass for size in sizes]
         if not sizes[0].weight_pass:
             # The first stage of the model recomputes a block at a time, as without a split.
             total_M += moments.current[:, 0] * sizes[0].recomputation
     if sizes[-1].loss:
-        losses_M = moments.activations[:, -1]
+        losses_M = moments.num_activations[:, -1]
         if in_loss or not splits:
             # The loss of the current micro-batch is counted apart, or its backward pass is complete.
             losses_M = losses_M - moments.current[:, -1]
@@ -352,7 +348,7 @@ def _bytes_in_flight(
     return total_M
 
 
-def _exchange_bytes(work: Workload, stage: Stage, moments: InFlight) -> NDArray[np.float64]:
+def _stage_buffer_bytes(work: Workload, stage: Stage, moments: InFlight) -> NDArray[np.float64]:
     """Return the bytes [M] of hidden states, and of gradients of them, beside those that the blocks of a rank store."""
     if work.sizes.pipeline == 1 or not work.software.keeps_buffers:
         return np.zeros(len(moments.stage))
@@ -361,14 +357,14 @@ def _exchange_bytes(work: Workload, stage: Stage, moments: InFlight) -> NDArray[
     widens = isinstance(work.spec.norm, RmsNorm) and work.software.compute_bytes < 4
     saves_input = work.checkpointing.type != "none" or not widens
     is_inner = schedule == "zbv" and stage.rank == work.sizes.pipeline - 1
-    numbers = _num_exchanges(
+    numbers = _num_stage_buffers(
         moments, schedule, work.accumulation, stage.rank > 0, stage.has_head, is_inner, saves_input
     )
     return numbers * boundary_bytes(work)
 
 
 @lru_cache(maxsize=65536)
-def _num_exchanges(
+def _num_stage_buffers(
     moments: InFlight,
     schedule: str,
     batches: int,
@@ -385,18 +381,18 @@ def _num_exchanges(
     Args:
         has_previous: whether there is a stage before the first of the rank.
         has_head: whether its last stage is the last of the model.
-        is_inner: whether its stages are neighbors, as at the tip of a V. They send nothing, but buffers refer
-            to what they exchange.
+        is_inner: whether its stages are neighbors, as at the tip of a V. They send nothing, but buffers refer to what
+            they exchange.
         saves_input: whether blocks save what they receive.
     """
-    chunks = moments.activations.shape[1]
-    inputs_C, outputs_C = np.ones(chunks), np.ones(chunks)
+    num_stages = moments.num_activations.shape[1]
+    inputs_C, outputs_C = np.ones(num_stages), np.ones(num_stages)
     inputs_C[0] = has_previous
     outputs_C[-1] = not has_head
-    numbers_M = (batches - saves_input * moments.activations) @ inputs_C + batches * outputs_C.sum()
+    numbers_M = (batches - saves_input * moments.num_activations) @ inputs_C + batches * outputs_C.sum()
     if schedule == "1f1b":
-        return numbers_M + moments.activations @ outputs_C + inputs_C[0]
+        return numbers_M + moments.num_activations @ outputs_C + inputs_C[0]
     if is_inner:
         outputs_C[0] = inputs_C[1] = 0
-    backward_MC = moments.forward - moments.activations + moments.weight_passes
-    return numbers_M + moments.forward @ outputs_C + backward_MC @ inputs_C
+    backward_MC = moments.num_forward - moments.num_activations + moments.num_weight_passes
+    return numbers_M + moments.num_forward @ outputs_C + backward_MC @ inputs_C

@@ -3,7 +3,7 @@
 The counts are those of the orders of `jingu/plan/timeline.py:rank_orders`, in closed form: PyTorch takes seconds to
 compute the orders of a large pipeline.
 
-Dims: M moments, C stages of the rank (chunks of the model).
+Dims: M moments, C stages of the rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
-from jingu.plan.workload import Stage, Workload, single_stages
+from jingu.plan.workload import Stage, Workload, stages_by_rank
 
 Counts = NDArray[np.int64]
 # Floats, because they are multiplied by bytes.
@@ -29,21 +29,21 @@ class InFlight:
 
     Attributes:
         stage: [M] the stage of the rank whose backward pass it is.
-        activations: [M, C] micro-batches whose activations the rank stores, with the current one.
-        weight_passes: [M, C] those of them whose backward pass lacks the gradients of weights alone, with the current
-            one. Only schedules that split backward passes have such micro-batches.
-        forward: [M, C] forward passes of the step so far.
+        num_activations: [M, C] micro-batches whose activations the rank stores, with the current one.
+        num_weight_passes: [M, C] those of them whose backward pass lacks the gradients of weights alone, with the
+            current one. Only schedules that split backward passes have such micro-batches.
+        num_forward: [M, C] forward passes of the step so far.
     """
 
     stage: Counts
-    activations: MicroBatches
-    weight_passes: MicroBatches
-    forward: MicroBatches
+    num_activations: MicroBatches
+    num_weight_passes: MicroBatches
+    num_forward: MicroBatches
 
     @cached_property
     def current(self) -> MicroBatches:
         """Whether a backward pass is of each stage, [M, C]."""
-        return (self.stage[:, None] == np.arange(self.activations.shape[1])).astype(float)
+        return (self.stage[:, None] == np.arange(self.num_activations.shape[1])).astype(float)
 
 
 # Stage, then activations, passes of weights and forward passes of each stage.
@@ -57,18 +57,23 @@ def moments_in_flight(work: Workload, stage: Stage) -> InFlight:
     """
     settings, batches, ranks = work.parallel, work.accumulation, work.sizes.pipeline
     if ranks == 1:
-        return _moments("gpipe", 1, 0, 1, 1)
-    chunks = stages_per_rank(settings)
+        return _single_moment(1, 1, batches)
+    stages = stages_per_rank(settings)
     if work.software.buffers_per_stage:
         buffers = int(min(batches, work.software.buffers_per_stage * ranks + 4))
-        return _make_moments([(chunks - 1, (buffers,) * chunks, (0,) * chunks, (batches,) * chunks)])
-    return _moments(settings.pipeline_schedule, ranks, stage.rank, chunks, batches)
+        return _single_moment(stages, buffers, batches)
+    return _moments(settings.pipeline_schedule, ranks, stage.rank, stages, batches)
+
+
+def end_of_step(stages: int, batches: int) -> InFlight:
+    """Return the moment after the last backward pass."""
+    return _single_moment(stages, 0, batches)
 
 
 @lru_cache(maxsize=1024)
-def end_of_step(chunks: int, batches: int) -> InFlight:
-    """Return the moment after the last backward pass."""
-    return _make_moments([(chunks - 1, (0,) * chunks, (0,) * chunks, (batches,) * chunks)])
+def _single_moment(stages: int, in_flight: int, batches: int) -> InFlight:
+    """Return the moment after the last forward pass with so many micro-batches in flight in each stage of a rank."""
+    return _make_moments([(stages - 1, (in_flight,) * stages, (0,) * stages, (batches,) * stages)])
 
 
 def _make_moments(rows: Iterable[_Row]) -> InFlight:
@@ -77,30 +82,30 @@ def _make_moments(rows: Iterable[_Row]) -> InFlight:
 
 
 @lru_cache(maxsize=16384)
-def _moments(schedule: str, ranks: int, rank: int, chunks: int, batches: int) -> InFlight:
+def _moments(schedule: str, ranks: int, rank: int, stages: int, batches: int) -> InFlight:
     match schedule:
         case "gpipe":
-            return _make_moments([(0, (batches,), (0,), (batches,))])
+            return _single_moment(1, batches, batches)
         case "1f1b":
-            return _make_moments([(0, (min(batches, ranks - rank),), (0,), (batches,))])
+            return _single_moment(1, min(batches, ranks - rank), batches)
         case "zbv":
             return _make_moments(_moments_of_zbv(ranks, rank, batches))
-    return _moments_of_rounds(ranks, rank, chunks, batches, schedule in SPLIT_BACKWARD_SCHEDULES)
+    return _moments_of_rounds(ranks, rank, stages, batches, schedule in SPLIT_BACKWARD_SCHEDULES)
 
 
-def _moments_of_rounds(ranks: int, rank: int, chunks: int, batches: int, splits: bool) -> InFlight:
+def _moments_of_rounds(ranks: int, rank: int, stages: int, batches: int, splits: bool) -> InFlight:
     """Return the moments of schedules that pass rounds of micro-batches through each stage of a rank in turn.
 
     They are interleaved 1F1B (Narayanan et al., 2021) and, if the backward pass is split, its zero-bubble variant (Qi
     et al., 2023), in which a rank computes the gradients of weights as many passes later as its number.
     """
     size = batches // max(1, batches // ranks)
-    total = chunks * batches
-    ahead = (chunks - 1) * size + (1 if splits else 2) * (ranks - 1 - rank)
+    total = stages * batches
+    ahead = (stages - 1) * size + (1 if splits else 2) * (ranks - 1 - rank)
     lag = rank * splits
     # Earlier rounds have as many micro-batches in flight as the last before forward passes end. Within a round of each
     # kind of pass, counts change evenly, so its first and last passes are enough.
-    first = max(0, total - ahead - chunks * size)
+    first = max(0, total - ahead - stages * size)
     starts = np.arange(first // size * size, total + size, size)
     ends = np.concatenate((starts, starts - ahead - 1, starts + lag, (first, total, total - ahead - 1)))
     numbers_M = np.unique(np.concatenate((ends - 1, ends)))
@@ -108,15 +113,15 @@ def _moments_of_rounds(ranks: int, rank: int, chunks: int, batches: int, splits:
 
     def count(passes_M: Counts) -> Counts:
         """Return how many of the first passes are of each stage, [M, C]."""
-        rounds, remainder = np.divmod(passes_M[:, None], chunks * size)
-        return rounds * size + np.clip(remainder - np.arange(chunks) * size, 0, size)
+        rounds, remainder = np.divmod(passes_M[:, None], stages * size)
+        return rounds * size + np.clip(remainder - np.arange(stages) * size, 0, size)
 
     forward_MC = count(np.minimum(total, ahead + numbers_M + 1))
     # Backward passes begin with the last stage.
     complete_MC = count(np.maximum(0, numbers_M - lag))[:, ::-1]
     weight_passes_MC = splits * (count(numbers_M + 1)[:, ::-1] - complete_MC)
     counts = (forward_MC - complete_MC, weight_passes_MC, forward_MC)
-    return InFlight(chunks - 1 - numbers_M // size % chunks, *(count.astype(float) for count in counts))
+    return InFlight(stages - 1 - numbers_M // size % stages, *(numbers.astype(float) for numbers in counts))
 
 
 def _moments_of_zbv(ranks: int, rank: int, batches: int) -> set[_Row]:
@@ -158,19 +163,19 @@ def _moments_of_zbv(ranks: int, rank: int, batches: int) -> set[_Row]:
 
 def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
     """Return the maximum number of micro-batches in flight, in units of all blocks of the rank."""
-    return _mean_in_flight(moments_in_flight(work, stage), rank_chunks(work, stage))
+    return _mean_in_flight(moments_in_flight(work, stage), stages_of_rank(work, stage))
 
 
 @lru_cache(maxsize=65536)
-def _mean_in_flight(moments: InFlight, chunks: tuple[Stage, ...]) -> float:
-    counts_C = [chunk.num_blocks for chunk in chunks]
-    if len(chunks) == 1:
-        return float(moments.activations.max())
-    return float((moments.activations @ counts_C).max() / max(1, sum(counts_C)))
+def _mean_in_flight(moments: InFlight, stages: tuple[Stage, ...]) -> float:
+    counts_C = [single.num_blocks for single in stages]
+    if len(stages) == 1:
+        return float(moments.num_activations.max())
+    return float((moments.num_activations @ counts_C).max() / max(1, sum(counts_C)))
 
 
-def rank_chunks(work: Workload, stage: Stage) -> tuple[Stage, ...]:
+def stages_of_rank(work: Workload, stage: Stage) -> tuple[Stage, ...]:
     """Return the single stages of the rank of a stage, in the order of the pipeline."""
     if work.sizes.pipeline == 1 or stages_per_rank(work.parallel) == 1:
         return (stage,)
-    return single_stages(work.model, work.sizes.pipeline, work.stage_key)[stage.rank]
+    return stages_by_rank(work.model, work.sizes.pipeline, work.stage_key)[stage.rank]

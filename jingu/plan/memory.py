@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from jingu.plan.activations import splits_backward, step_tensors, without_data_ranks
-from jingu.plan.in_flight import micro_batches_in_flight, rank_chunks
+from jingu.parallel.stages import splits_backward
+from jingu.plan.activations import step_tensors, without_data_ranks
+from jingu.plan.in_flight import micro_batches_in_flight, stages_of_rank
 from jingu.plan.weight_memory import RankShare, rank_shares, weight_copies
 from jingu.plan.workload import Stage, Workload
 
@@ -101,8 +102,8 @@ def step_moments(
     end_buffer = 0.0
     if before and zero >= 2:
         # FSDP keeps such a buffer for each stage of the rank.
-        num_chunks = len(rank_chunks(work, stage))
-        end_buffer = copies_of_weights.end_buffer + (num_chunks - 1) * copies_of_weights.reduction
+        num_stages = len(stages_of_rank(work, stage))
+        end_buffer = copies_of_weights.end_buffer + (num_stages - 1) * copies_of_weights.reduction
     block = {
         "gradients": before,
         "compute weights": copies_of_weights.in_block,
@@ -113,7 +114,9 @@ def step_moments(
     }
     # At the end of the backward pass of a block, it needs its activations no more, but has all of its gradients; those
     # of the block behind it are reduced.
-    share = 1.0 if splits_backward(work) else max(0.0, 1 - 1 / (max(1, stage.num_blocks) * in_flight))
+    share = max(0.0, 1 - 1 / (max(1, stage.num_blocks) * in_flight))
+    if splits_backward(work.parallel, work.sizes.pipeline):
+        share = 1.0
     second = block | {"activations": tensors.activations * share, "reduction": copies_of_weights.reduction}
     block_end = block | {
         "activations": tensors.activations * share,

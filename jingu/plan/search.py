@@ -24,7 +24,7 @@ from jingu.errors import JinguError
 from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
 from jingu.parallel.stages import check_layout
 from jingu.plan.activations import block_activations
-from jingu.plan.in_flight import moments_in_flight, rank_chunks
+from jingu.plan.in_flight import moments_in_flight, stages_of_rank
 from jingu.plan.intervals import memory_margin
 from jingu.plan.machine import Machine
 from jingu.plan.memory import least_memory, stage_memory
@@ -447,11 +447,11 @@ def _block_bytes(work: Workload) -> dict[BlockSizes, float]:
 
 def _in_flight(work: Workload, stage: Stage) -> tuple[tuple[BlockSizes, float], ...]:
     """Return how many blocks of each kind a rank stores activations of, at one moment of a step."""
-    chunks, moments = rank_chunks(work, stage), moments_in_flight(work, stage)
-    counts = moments.activations[np.argmax(moments.activations @ [chunk.num_blocks for chunk in chunks])]
+    stages, moments = stages_of_rank(work, stage), moments_in_flight(work, stage)
+    counts = moments.num_activations[np.argmax(moments.num_activations @ [single.num_blocks for single in stages])]
     numbers: dict[BlockSizes, float] = {}
-    for chunk, count in zip(chunks, counts, strict=True):
-        for block, members in chunk.blocks:
+    for single, count in zip(stages, counts, strict=True):
+        for block, members in single.blocks:
             numbers[block] = numbers.get(block, 0.0) + float(count) * len(members)
     return tuple(numbers.items())
 

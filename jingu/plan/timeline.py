@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
 
-from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, rank_of_stage, stages_per_rank
+from jingu.parallel.stages import rank_of_stage, splits_backward, stages_per_rank
 from jingu.plan.machine import Machine
 from jingu.plan.step_time import StageTime, boundary_seconds, stage_time
 from jingu.plan.workload import Workload
@@ -84,7 +84,7 @@ def _durations(work: Workload, times: Sequence[StageTime], machine: Machine) -> 
         sums[rank][0] += time.forward
         sums[rank][1] += time.backward
     # The gradients of inputs and of weights take half of the backward pass each.
-    parts = 2 if work.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES else 1
+    parts = 2 if splits_backward(work.parallel, work.sizes.pipeline) else 1
     durations: list[dict[Kind, float]] = []
     for rank, time in singles:
         forward = times[rank].forward * time.forward / sums[rank][0]

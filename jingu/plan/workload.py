@@ -23,7 +23,7 @@ from jingu.model.sharding_table import ShardedDim, divided_dims, sharded_dims
 from jingu.model.spec import ModelSpec
 from jingu.model.trainable import is_trained
 from jingu.parallel.mesh import AxisSizes
-from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, rank_of_stage, split_blocks
+from jingu.parallel.stages import rank_of_stage, split_blocks, splits_backward
 from jingu.plan.software import Software
 
 # One object for all workloads: hashes and caches compare these by identity.
@@ -158,9 +158,9 @@ class Workload:
     def stages(self) -> tuple[Stage, ...]:
         """The distinct stages. Of equal ones, only that with the most micro-batches in flight is listed.
 
-        That is the first, or the last if gradients of weights are delayed.
+        That is the first, or the last if backward passes are split, because gradients of weights wait longer there.
         """
-        return _merge_stages(self.rank_stages, self.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES)
+        return _merge_stages(self.rank_stages, splits_backward(self.parallel, self.sizes.pipeline))
 
     @property
     def rank_stages(self) -> tuple[Stage, ...]:
@@ -236,8 +236,8 @@ def _single_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple
 
 
 @lru_cache(maxsize=1024)
-def single_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[tuple[Stage, ...], ...]:
-    """Return the single stages of each rank, in the order of the pipeline; `key` is `Workload.stage_key`."""
+def stages_by_rank(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[tuple[Stage, ...], ...]:
+    """Return the stages of each rank, in the order of the pipeline; `key` is `Workload.stage_key`."""
     stages: list[list[Stage]] = [[] for _ in range(ranks)]
     for stage in _single_stages(model, ranks, key):
         stages[stage.rank].append(stage)

@@ -36,7 +36,7 @@ from jingu.parallel.mesh import build_mesh, data_rank, resolve_axis_sizes
 from jingu.parallel.offload import DiskStorage
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import TensorBlock
-from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES
+from jingu.parallel.stages import splits_backward
 from jingu.plan.forecast import estimate_memory, require_memory
 from jingu.runtime.collective_stop import CollectiveStop
 from jingu.runtime.device import has_compiler, is_out_of_memory, measure_peak_flops, total_memory
@@ -351,12 +351,12 @@ def should_compile(config: RunConfig, mesh: DeviceMesh, training_seconds: float)
         training_seconds: rough estimate of how long the run takes.
     """
     setting = config.train.compile
-    schedule = config.parallel.pipeline_schedule
     if setting is False:
         return False
     if setting == "auto" and training_seconds * COMPILE_SAVING < COMPILE_SECONDS:
         return False
-    if mesh["pipeline"].size() > 1 and schedule in SPLIT_BACKWARD_SCHEDULES:
+    if splits_backward(config.parallel, mesh["pipeline"].size()):
+        schedule = config.parallel.pipeline_schedule
         obstacle = f"The schedule {schedule} splits the backward pass, which compiled blocks do not support"
     elif not has_compiler(torch.device(mesh.device_type)):
         obstacle = "train.compile is on, but this machine has no compiler"

@@ -74,7 +74,7 @@ def test_moments_are_those_of_the_schedule(schedule: Any, stages: int, ranks: in
             expected = count_in_flight(order, own, schedule in SPLIT_BACKWARD_SCHEDULES)
             stage: Any = SimpleNamespace(rank=rank)
             flight = moments_in_flight(work, stage)
-            columns = zip(flight.activations, flight.weight_passes, flight.forward, strict=True)
+            columns = zip(flight.num_activations, flight.num_weight_passes, flight.num_forward, strict=True)
             counts = (tuple(int(number) for part in row for number in part) for row in columns)
             moments = set(zip(map(int, flight.stage), counts, strict=True))
             if schedule not in ("gpipe", "1f1b"):
