@@ -2,7 +2,7 @@
 
 `python -m bench planning` judges the rows in bench/planning/; `python -m bench planning=PATH` those of a CSV file or of
 a folder. Each training system is predicted with constants that were fitted to the rows of the other systems here
-(leave-one-system-out), and with constants calibrated on at most 20 of its own rows.
+(leave-one-system-out), with those of `jingu plan`, and with constants calibrated on at most 20 of its own rows.
 """
 
 from __future__ import annotations
@@ -129,9 +129,10 @@ def run(argument: str = "") -> str:
     """
     cases = read_cases(FOLDER if argument in ("", "tiny") else Path(argument))
     lines = [
-        "| rows | number | time: mean | worst | bias | calibrated: mean | worst | spread | constant MFU "
+        "| rows | number | time: mean | worst | bias | the command: mean | worst "
+        "| calibrated: mean | worst | spread | constant MFU "
         "| memory: number | mean | worst | bias | wrong fits |",
-        f"|{'---|' * 14}",
+        f"|{'---|' * 16}",
     ]
     fits: dict[str, Efficiency] = {}
     inside: tuple[list[bool], list[bool]] = ([], [])
@@ -151,6 +152,7 @@ def run(argument: str = "") -> str:
             table,
             str(len(rows)),
             *summary(errors),
+            *summary(time_errors(rows, Efficiency()))[:2],
             *summary(calibrated(rows, fits[system]) if len(errors) > 1 else [])[:2],
             f"{min(means):.1%} to {max(means):.1%}" if means else "–",
             summary(constant_mfu(rows) if errors else [])[0],
