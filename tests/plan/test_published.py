@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from bench.planning import calibrated, fit_without, memory_error, run, time_errors
+from bench.planning import calibrated, fit_without, memory_error, predict_fit, run, time_errors
 from bench.planning_rows import FOLDER, Case, gpt, read_cases, read_rows, workload
 from jingu.errors import JinguError
 from jingu.plan.memory import fullest_stage
@@ -30,6 +30,16 @@ def test_memory_is_what_was_measured(table: str, rows: int) -> None:
     assert len(errors) == rows
     assert fmean(map(abs, errors)) < 0.06
     assert max(map(abs, errors)) < 0.13
+
+
+def test_steps_that_ran_out_of_memory_are_not_said_to_fit() -> None:
+    """Llama 7B with ZeRO 3 and with a pipeline, at all lengths that its authors tried."""
+    cases = cases_of("gdGPT")
+    refused = [case for case in cases if not predict_fit(case)]
+    assert len(cases) == 30 and sum(case.fits is False for case in cases) == 9
+    assert all(case in refused for case in cases if case.fits is False)
+    # Steps that ran are refused near the limit only, for the margin of memory.
+    assert len(refused) <= 9 + 4
 
 
 def test_any_file_with_the_columns_of_a_table_is_judged(tmp_path: Path) -> None:
