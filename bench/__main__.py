@@ -19,8 +19,8 @@ TITLES = {
     "convert": "Import and export compared with cp: a Hugging Face folder of half a gigabyte (target: 0.5; memory: 2)",
     "planning": "Planner compared with published runs: errors of step time and memory, each training system without"
     " its own rows (targets: 9% vTrain over several nodes, 8% on one, 7% llm-foundry, 10% torchtitan; memory 5%)",
-    "planning_terms": "Planner without each term of its model of time: mean errors on published runs, with constants"
-    " fitted to 20 rows of every table",
+    "planning_terms": "Planner without each term of time and of memory: mean errors on published runs, those of time"
+    " with constants fitted to 20 rows of every table",
     "plan_runs": "Runs on four CPU ranks, planned before they start (targets: median error 10% after doctor, 5%"
     " after 20 steps of calibration)",
     "pipeline_bubble": "Pipeline bubble (target: 1f1b at most 1.05, schedules with split backward passes half of it)",

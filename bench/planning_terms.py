@@ -1,4 +1,4 @@
-"""Mean errors of the planner's model of time without each of its terms, on published runs (`bench/planning.py`)."""
+"""Mean errors of the planner without each term of time and of memory, on published runs (`bench/planning.py`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 from types import ModuleType
 from unittest.mock import patch
 
-from bench.planning import measurements, sample, summary, time_errors
+from bench.planning import measurements, memory_error, sample, summary, time_errors
 from bench.planning_rows import FOLDER, Case, read_cases
-from jingu.plan import collectives, step_time
+from jingu.plan import activations, collectives, step_time
 from jingu.plan.calibration import fit_efficiency
 from jingu.plan.step_time import StageTime
 from jingu.plan.workload import Stage
@@ -24,8 +24,9 @@ def _by(case: Case, **software: object) -> Case:
     return replace(case, work=replace(case.work, software=replace(case.work.software, **software)))  # type: ignore[arg-type]
 
 
-# Terms of the model of time: what stands in the place of each, as a change of the rows or of functions of a module.
-TERMS: dict[str, tuple[Callable[[Case], Case] | None, dict[tuple[ModuleType, str], object]]] = {
+# Terms: what stands in the place of each, as a change of the rows or of functions of a module.
+Terms = dict[str, tuple[Callable[[Case], Case] | None, dict[tuple[ModuleType, str], object]]]
+TIME_TERMS: Terms = {
     "all terms": (None, {}),
     "no waves of tiles": (lambda case: _on(case, multiprocessors=0), {}),
     "no shortest time of kernels, no launches": (lambda case: _by(case, kernels=0.0, expert_kernels=0.0), {}),
@@ -40,6 +41,21 @@ TERMS: dict[str, tuple[Callable[[Case], Case] | None, dict[tuple[ModuleType, str
     ),
 }
 
+MEMORY_TERMS: Terms = {
+    "all terms": (None, {}),
+    "an allocator that reuses all memory": (lambda case: _by(case, allocator_reuse=1.0), {}),
+    "nothing reserved beside tensors": (lambda case: _by(case, reserved=1.0), {}),
+    "no driver, libraries and groups": (lambda case: _by(case, context_gib=0.0, group_gib=0.0), {}),
+    "no logits": (lambda case: _by(case, logit_bytes=0.0), {}),
+    "no scores of attention": (lambda case: _by(case, saved_scores=0.0), {}),
+    "no buffers between stages": (lambda case: _by(case, keeps_buffers=False), {}),
+    "no gradients of activations": (None, {(activations, "backward_bytes"): lambda block, work: 0.0}),
+    "no gradients that wait for those of weights": (
+        None,
+        {(activations, "_gradients_of_results"): lambda block, work: 0.0},
+    ),
+}
+
 
 def _even_idle(times: Sequence[tuple[Stage, StageTime]], travel: float) -> float:
     """Return the bubble of a 1F1B pipeline whose stages all take the mean."""
@@ -49,25 +65,44 @@ def _even_idle(times: Sequence[tuple[Stage, StageTime]], travel: float) -> float
 
 
 def run(_argument: str = "") -> str:
-    """Return the mean errors of all tables without each term, with constants fitted to 20 rows of every table."""
+    """Return the mean errors of all tables without each term.
+
+    Those of time are with constants fitted to 20 rows of every table.
+    """
     cases = read_cases(FOLDER)
+    timed = [case for case in cases if case.seconds is not None]
+    weighed = [case for case in cases if case.gib is not None]
+    return f"{_compare(timed, TIME_TERMS, _time_means)}\n\nMemory:\n\n{_compare(weighed, MEMORY_TERMS, _memory_means)}"
+
+
+def _compare(cases: list[Case], terms: Terms, means: Callable[[list[list[Case]]], list[str]]) -> str:
+    """Return a table of the errors of each table of rows without each term."""
     tables = list(dict.fromkeys(case.table for case in cases))
     lines = [f"| | {' | '.join(tables)} |", f"|{'---|' * (len(tables) + 1)}"]
-    for name, (change, patches) in TERMS.items():
+    for name, (change, patches) in terms.items():
         changed = [change(case) if change else case for case in cases]
         with ExitStack() as stack:
             for (module, attribute), value in patches.items():
                 stack.enter_context(patch.object(module, attribute, value))
             _forget()
-            efficiency = fit_efficiency(measurements(sample(changed)))
-            means = [summary(time_errors([c for c in changed if c.table == table], efficiency))[0] for table in tables]
+            cells = means([[case for case in changed if case.table == table] for table in tables])
         _forget()
-        lines.append(f"| {name} | {' | '.join(means)} |")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def _time_means(tables: list[list[Case]]) -> list[str]:
+    efficiency = fit_efficiency(measurements(sample([case for table in tables for case in table])))
+    return [summary(time_errors(table, efficiency))[0] for table in tables]
+
+
+def _memory_means(tables: list[list[Case]]) -> list[str]:
+    return [summary([error for case in table if (error := memory_error(case)) is not None])[0] for table in tables]
+
+
 def _forget() -> None:
-    """Clear the caches of `step_time`, whose results depend on the functions that have been replaced."""
-    for function in vars(step_time).values():
-        if hasattr(function, "cache_clear"):
-            function.cache_clear()
+    """Clear the caches of modules whose results depend on the functions that have been replaced."""
+    for module in (activations, step_time):
+        for function in vars(module).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
