@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from jingu.model.count import count_parameters
 from jingu.model.parameter_table import parameter_sizes
 from jingu.model.resolve import find_preset, spec_from_settings
 from jingu.model.spec import ModelSpec
-from jingu.parallel.mesh import AxisSizes
+from jingu.parallel.mesh import AXES, AxisSizes
 from jingu.parallel.stages import plan_layout, split_blocks
 from jingu.plan.forecast import (
     Forecast,
@@ -331,6 +332,12 @@ def _fit(query: PlanQuery, *, as_json: bool) -> int:
     return print_fit(trainings, served, machine, gpus, as_json)
 
 
+def _axis_of(group: str, sizes: AxisSizes) -> str:
+    """Return the mesh axis of a process group; the default group is also that of an axis that spans all ranks."""
+    spans_all = (axis for axis, size in zip(AXES, sizes.shape, strict=True) if size == prod(sizes.shape))
+    return group.removeprefix("mesh_") if group.startswith("mesh_") else next(spans_all, "all ranks")
+
+
 def _replay(request: PlanRequest, machine: Machine, ranks: int, *, as_json: bool) -> int:
     """Replay a step of the fullest rank, and print its peak memory and its collectives; return the exit code 0."""
     import torch
@@ -353,8 +360,13 @@ def _replay(request: PlanRequest, machine: Machine, ranks: int, *, as_json: bool
     fullest, record = max(records.items(), key=lambda pair: pair[1].peak)
     if as_json:
         calls = [
-            {"axis": axis, "operation": operation, "calls": number, "bytes": record.sizes[axis, operation]}
-            for (axis, operation), number in record.calls.items()
+            {
+                "axis": _axis_of(group, work.sizes),
+                "operation": name,
+                "calls": number,
+                "bytes": record.sizes[group, name],
+            }
+            for (group, name), number in record.calls.items()
         ]
         figures = {"begin": record.begin, "peak": record.peak, "collectives": calls}
         print(json.dumps({"rank": fullest * (ranks // pipeline)} | figures))
@@ -363,8 +375,8 @@ def _replay(request: PlanRequest, machine: Machine, ranks: int, *, as_json: bool
         print(f"the fullest rank is rank {fullest} of the pipeline")
     print(f"tensors before the step: {format_bytes(record.begin)}; at the peak: {format_bytes(record.peak)}\n")
     rows = [
-        (axis.removeprefix("mesh_"), operation.strip("_"), f"{number:,}", format_bytes(record.sizes[axis, operation]))
-        for (axis, operation), number in sorted(record.calls.items())
+        (_axis_of(group, work.sizes), name.strip("_"), f"{number:,}", format_bytes(record.sizes[group, name]))
+        for (group, name), number in sorted(record.calls.items())
     ]
     print_table(("axis", "collective", "calls", "size"), rows, [2, 3])
     return 0

@@ -167,6 +167,13 @@ def test_a_replay_is_that_of_the_fullest_rank(plan_folder: Path, capsys: pytest.
     assert main(["plan", "small.yaml", "--exact", "--gpus", "2", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["rank"] == 1 and figures["peak"] > figures["begin"]
+    # The only axis has the default process group.
+    assert {call["axis"] for call in figures["collectives"]} == {"pipeline"}
+    for words, axis in ((["parallel.pipeline=1"], "shard"), (["parallel.pipeline=1", "parallel.tensor=2"], "tensor")):
+        overrides = [*words, "parallel.pipeline_schedule=1f1b"]
+        assert main(["plan", "small.yaml", *overrides, "--exact", "--gpus", "2"]) == 0
+        out = capsys.readouterr().out
+        assert axis in out and "default_pg" not in out and "mesh_" not in out
 
 
 def test_a_replay_of_an_encoder_decoder(plan_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
