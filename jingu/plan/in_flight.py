@@ -30,7 +30,7 @@ class InFlight:
     Attributes:
         stage: [M] the stage of the rank whose backward pass it is.
         num_activations: [M, C] micro-batches whose activations the rank stores, with the current one.
-        num_weight_passes: [M, C] those of them whose backward pass lacks the gradients of weights alone, with the
+        num_weight_passes: [M, C] those of them that have gradients of inputs, but not yet those of weights, with the
             current one. Only schedules that split backward passes have such micro-batches.
         num_forward: [M, C] forward passes of the step so far.
     """
