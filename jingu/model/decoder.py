@@ -39,7 +39,7 @@ from jingu.model.layers import (
     build_norm,
     soft_cap,
 )
-from jingu.model.matmul_kernels import linear
+from jingu.model.matmul_kernels import additive_mask, linear
 from jingu.model.part_spec import styles
 from jingu.model.parts import end_rows, stack_rows
 from jingu.model.prediction import PredictionLayer, shift_left
@@ -202,9 +202,8 @@ class TransformerStack(nn.Module):
             dropout_seeds=inputs.dropout_seeds,
             source_dropout_seeds=None if inputs.source is None else inputs.source.dropout_seeds,
         )
-        wide = torch.promote_types(x_BTD.dtype, torch.float32)
         kinds = zip(self.kinds, self.context_keys, strict=True)
-        contexts = self._contexts(kinds, inputs, positions_BT, wide, shared)
+        contexts = self._contexts(kinds, inputs, positions_BT, x_BTD, shared)
         layer_inputs = self._layer_inputs(inputs.tokens, x_BTD)
         # Keys and values that later layers share, by the number of their layer.
         layer_kv: dict[int, KeysAndValues] = {}
@@ -265,17 +264,19 @@ class TransformerStack(nn.Module):
         kinds: Iterable[tuple[LayerSpec, ContextKeys]],
         inputs: Inputs,
         positions_BT: Tensor,
-        dtype: torch.dtype,
+        x_BTD: Tensor,
         shared: BlockContext,
     ) -> list[BlockContext]:
         """Return the context of each kind of block. Kinds with equal positions or equal masks share them.
 
         Args:
             kinds: the kinds with their keys.
-            dtype: dtype of rotary tables and position biases: at least fp32.
+            x_BTD: the hidden states.
             shared: what all contexts have in common.
         """
         cache = inputs.cache
+        # Rotary tables and position biases are computed in at least fp32.
+        dtype = torch.promote_types(x_BTD.dtype, torch.float32)
         bias_NH = None if self.relative_bias is None else self.relative_bias.weight
         if cache is not None:
             cache.begin(bias_NH)
@@ -297,7 +298,7 @@ class TransformerStack(nn.Module):
             if keys.mask not in masks:
                 masks[keys.mask] = None
                 if cache is None:
-                    masks[keys.mask] = attention_mask(
+                    mask = attention_mask(
                         layer,
                         positions_BT,
                         inputs.documents,
@@ -307,11 +308,16 @@ class TransformerStack(nn.Module):
                         bias_NH=bias_NH,
                         prefix_lengths_BT=inputs.prefix_lengths,
                     )
+                    # Convert it once for all layers. Trained biases stay, because their gradients would be summed
+                    # over layers in the dtype of the mask.
+                    if isinstance(mask, Tensor) and not mask.requires_grad:
+                        mask = additive_mask(mask, x_BTD)
+                    masks[keys.mask] = mask
             scaling = layer.attention.query_scaling
             if scaling is not None and scaling not in factors:
                 factors[scaling] = query_factors(scaling, positions_BT, dtype)
-            turns, mask = rotary[keys.rotary], masks[keys.mask]
-            contexts.append(context._replace(rotary=turns, query_factor=factors[scaling], mask=mask))
+            context = context._replace(rotary=rotary[keys.rotary], query_factor=factors[scaling])
+            contexts.append(context._replace(mask=masks[keys.mask]))
         return contexts
 
 
@@ -446,8 +452,7 @@ class Decoder(TransformerStack):
         positions_BT = inputs.positions
         if positions_BT is None:
             positions_BT = torch.arange(inputs.tokens.shape[1], device=inputs.tokens.device)
-        wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        return self._contexts([(layer, ContextKeys.of(layer))], inputs, positions_BT, wide, BlockContext())[0]
+        return self._contexts([(layer, ContextKeys.of(layer))], inputs, positions_BT, x_BTD, BlockContext())[0]
 
     @property
     def stages(self) -> list[Decoder]:

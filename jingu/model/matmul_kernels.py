@@ -134,6 +134,20 @@ def use_blockwise_attention(q_BHTK: Tensor) -> bool:
     return narrow and q_BHTK.shape[2] <= 1024 and torch.compiler.is_compiling()
 
 
+def additive_mask(mask: Tensor, x: Tensor) -> Tensor:
+    """Return a mask as biases of attention scores, in the dtype in which kernels add them for queries in that of x.
+
+    PyTorch's kernels would do the same in each layer, and save a copy of each for the backward pass. In inference,
+    booleans stay as they are, and biases on CPUs stay in fp32.
+    """
+    dtype, is_boolean = matmul_dtype(x.dtype, x.device), mask.dtype == torch.bool
+    if not torch.is_grad_enabled() and (is_boolean or mask.device.type == "cpu"):
+        return mask
+    if is_boolean:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return mask.to(dtype)
+
+
 def dot_product_attention(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None = None
 ) -> Tensor:
@@ -150,8 +164,8 @@ def dot_product_attention(
         return blocked
     if upcasts_matmul(q_BHTK):
         q_BHTK, k_BGSK, v_BGSK = q_BHTK.float(), k_BGSK.float(), v_BGSK.float()
-    if mask is not None and mask.dtype != torch.bool and (mask.device.type != "cpu" or torch.is_grad_enabled()):
-        mask = mask.to(q_BHTK.dtype)
+    if mask is not None:
+        mask = additive_mask(mask, q_BHTK)
     grouped = q_BHTK.shape[1] != k_BGSK.shape[1]
     y = F.scaled_dot_product_attention(
         q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped

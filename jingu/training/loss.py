@@ -131,13 +131,19 @@ class ChunkedHead:
         return losses_N, hidden_gradient_ND, weight_gradient_VD
 
     def _capped_chunk(self, logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses of a chunk, and their gradients with respect to the logits before the soft cap."""
+        """Return losses of a chunk, and their gradients with respect to the logits before the soft cap.
+
+        It overwrites the logits.
+        """
         if self.softcap is None:
             return self.chunk(logits_CV, labels_C)
-        wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-        ratio_CV = torch.tanh(wide_CV / self.softcap)
-        losses_C, gradient_CV = self.chunk(ratio_CV * self.softcap, labels_C)
-        return losses_C, (gradient_CV * (1 - ratio_CV.square())).to(logits_CV.dtype)
+        # In place, because the chunk is the largest tensor of a step.
+        dtype = logits_CV.dtype
+        logits_CV = logits_CV.to(torch.promote_types(dtype, torch.float32)).div_(self.softcap).tanh_()
+        losses_C, gradient_CV = self.chunk(logits_CV * self.softcap, labels_C)
+        # The derivative of tanh is 1 - tanh².
+        gradient_CV.mul_(logits_CV.square_().neg_().add_(1))
+        return losses_C, gradient_CV.to(dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
