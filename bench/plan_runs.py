@@ -3,6 +3,9 @@
 `jingu doctor` measures the machine with as many ranks as the runs have, all computing at the same time, because ranks
 share its cores. Then each run is planned and trained. Its first steps calibrate the plan; the later steps are compared
 with the plan. Terms with a gap of a tenth of a step or more are marked.
+
+A shared machine may change its speed within minutes, which no plan knows. The machine is measured before each run and
+after the last one, and the table says how the speed of matmuls has changed between the measurements around a run.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from jingu.plan.calibration import Measurement, fit_efficiency
-from jingu.plan.machine import find_machine
+from jingu.plan.machine import Machine, find_machine
 from jingu.training.plan_calibrate import read_run
 
 RANKS = 4
@@ -80,6 +83,21 @@ def jingu(folder: Path, *words: str, launched: bool = False) -> str:
     return result.stdout
 
 
+def measure_machine(folder: Path) -> Machine:
+    """Measure the machine with four ranks; the result is also in `machine.yaml`."""
+    path = folder / "machine.yaml"
+    path.unlink(missing_ok=True)
+    table = jingu(folder, "doctor", "--machine", path.name, launched=True)
+    if not path.exists():
+        raise RuntimeError(f"doctor has not written the machine:\n{table}")
+    return find_machine(str(path))
+
+
+def matmul_speed(machine: Machine) -> float:
+    """Return the FLOP/s of large matmuls."""
+    return machine.matmul_flops * machine.efficiency.matmul
+
+
 def compare_terms(planned: Mapping[str, float], actual: Mapping[str, float], step: float) -> list[str]:
     """Return rows of a table: each term as planned and as measured, and the gap as a share of the step.
 
@@ -117,16 +135,13 @@ def run(argument: str = "") -> str:
 
     shape = TINY if argument == "tiny" else SHAPE
     tables, errors = [], []
-    summary = [f"| run | plan, s | actual, s | error on the last {COMPARED} steps | after calibration |"]
-    summary.append("|---|---|---|---|---|")
+    columns = ("run", "plan, s", "actual, s", f"error on the last {COMPARED} steps", "after calibration")
+    summary = ["| " + " | ".join((*columns, "matmuls after the run, relative to before")) + " |", "|---" * 6 + "|"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         collect(folder / "text")
         # 1. Measure the machine with four ranks.
-        table = jingu(folder, "doctor", "--machine", "machine.yaml", launched=True)
-        if not (folder / "machine.yaml").exists():
-            raise RuntimeError(f"doctor has not written the machine:\n{table}")
-        machine = find_machine(str(folder / "machine.yaml"))
+        machine = measure_machine(folder)
         for number, (title, (family, parallel)) in enumerate(RUNS.items()):
             # One step more, because the first logged step warms up and is left out.
             settings = {"name": f"run{number}"} | run_file(family, parallel, CALIBRATING + COMPARED + 1, shape)
@@ -144,7 +159,11 @@ def run(argument: str = "") -> str:
             step = actual["actual_seconds"]
             error, after = calibrated_error(read_run(folder / "runs" / f"run{number}", machine), CALIBRATING)
             errors.append((abs(error), abs(after)))
-            summary.append(f"| {title} | {plan['step_seconds']:.3f} | {step:.3f} | {error:+.1%} | {after:+.1%} |")
+            following = measure_machine(folder)
+            change = matmul_speed(following) / matmul_speed(machine) - 1
+            seconds = f"{plan['step_seconds']:.3f} | {step:.3f}"
+            summary.append(f"| {title} | {seconds} | {error:+.1%} | {after:+.1%} | {change:+.1%} |")
+            machine = following
             tables += [f"\n{title} ({plan['layout']}):\n", "| term | plan, s | actual, s | gap, of the step |"]
             tables += ["|---|---|---|---|", *compare_terms(plan["seconds"], actual["actual"], step)]
     before, after = (median(pair[number] for pair in errors) for number in (0, 1))
