@@ -210,9 +210,8 @@ class AttentionSpec(Component):
         if latent is not None:
             ranks = [latent.rank, *([] if latent.query_rank is None else [latent.query_rank])]
             saved += sum(self.latent_norm().saved_bytes(rank, 1, size) + rank * size for rank in ranks)
-            # Values are a part of the projection's result, which is saved as a whole, unless they are padded or cast.
-            if self.value_size == self.head_dim and size >= 4:
-                saved += self.num_heads * (self.head_dim - latent.rotary_dim) * size
+            if size >= 4:
+                saved += self.joined_bytes(size)
         if self.qk_norm:
             heads = self.num_heads + (0 if self.shares_kv else self.num_kv_heads)
             groups = 2 if self.qk_norm_width == "all_heads" else heads
@@ -228,6 +227,15 @@ class AttentionSpec(Component):
             # Unless they are cast, keys and values have the same input.
             saved -= values * size if self.values_are_keys and self.qk_norm and size >= 4 else 0.0
         return saved
+
+    def joined_bytes(self, size: float) -> float:
+        """Return the bytes per token of what is saved with the values, because one projection computes both.
+
+        With latent attention, that are parts of keys, unless values are padded or cast.
+        """
+        if self.latent is None or self.value_size < self.head_dim:
+            return 0.0
+        return self.num_heads * (self.head_dim - self.latent.rotary_dim) * size
 
     @property
     def stores_scores(self) -> bool:

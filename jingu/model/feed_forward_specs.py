@@ -362,13 +362,28 @@ class Experts(FeedForwardBase):
         return self._alike(size + (self.shared_intermediate_size or 0) + (self.parallel_intermediate_size or 0))
 
     def routed_bytes(self, width: int, size: float) -> float:
-        # The permuted rows, and the inputs and outputs of the projections to a latent space.
-        latents = 0 if self.latent_size is None else 2 * self.latent_size
-        width = self.latent_size or width
-        return (self.num_experts_per_token * 2.0 * width + latents) * size + 8.0 * self.num_experts
+        # The permuted rows before and behind the experts, and the sum that is projected from the latent space.
+        rows = self.num_experts_per_token
+        total = (rows * 2.0 * (self.latent_size or width) + (self.latent_size or 0)) * size
+        # Logits and scores of the router in at least fp32; of each choice its weight, its expert and two places.
+        total += 12.0 * self.num_experts + rows * (28.0 + size)
+        if size < 4:
+            # The router computes with a wider copy of the hidden states. If no other part multiplies them by a matrix,
+            # they are not saved themselves.
+            reads_states = self.shared_intermediate_size or self.parallel_intermediate_size or self.latent_size
+            total += (4.0 if reads_states else 4.0 - size) * width
+            total += 4.0 * width * (isinstance(self.router, TopKRouter) and self.router.own_norm)
+        # The score of the shared expert multiplies its output.
+        total += width * size if self.shared_expert_gate else 0.0
+        # Biases are multiplied by which expert a row belongs to.
+        total += (2 + self.gated) * rows * self.num_experts * size if self.bias else 0.0
+        return total
 
     def saved_bytes(self, width: int, size: float) -> float:
         saved = self.dense_equivalent().saved_bytes(width, size) + self.routed_bytes(width, size)
+        if self.clamped_gate is not None:
+            # Both factors before they are clamped, and the sigmoid.
+            saved += 3 * self.num_experts_per_token * self.intermediate_size * size
         # With a dense feed-forward beside them, the experts have a norm and inputs of their own.
         has_norm = self.parallel_intermediate_size is not None
         return saved + (self.input_norm().saved_bytes(width, 1, size) + width * size) * has_norm

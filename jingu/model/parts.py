@@ -142,16 +142,19 @@ def _stack(spec: ModelSpec, layers: tuple[LayerSpec, ...], *, has_source: bool) 
 # Costs
 
 
-def saved_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
+def saved_bytes(spec: ModelSpec, layer: LayerSpec, size: float, stacks: int | None = None) -> float:
     """Return the bytes per token that autograd saves in a block whose parameters are all trained.
 
     A mixture of experts counts as a feed-forward of the size that a token uses, plus the permuted rows.
 
     Args:
         size: bytes of the compute dtype.
+        stacks: stacks of blocks that a block attends to; None: as many as one of the decoder.
     """
     assert layer.mixer is None and not isinstance(layer.feed_forward, NoFeedForward)
-    width, stacks = spec.hidden_size, 1 + (spec.num_encoder_layers is not None)
+    width = spec.hidden_size
+    if stacks is None:
+        stacks = 1 + (spec.num_encoder_layers is not None)
     # Tensors saved by norms, and the inputs of matmuls.
     branches = ["attention"] * stacks + ["feed_forward"]
     norms = sum(sum(norm_places(layer, branch)) for branch in branches)

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
-from jingu.model.components import RelativeBias
+from jingu.model.components import AlibiPositions, RelativeBias
 from jingu.model.feed_forward_specs import GatedFeedForward, PlainFeedForward
 from jingu.model.norm_specs import RmsNorm
-from jingu.model.parts import score_bytes
+from jingu.model.parts import norm_places, score_bytes
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import splits_backward
 from jingu.plan.in_flight import InFlight, end_of_step, moments_in_flight, stages_of_rank
@@ -30,6 +30,8 @@ def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, 
     input."""
     sizes, spec, layer, soft = work.sizes, work.spec, block.layer, work.software
     assert layer is not None
+    if not block.has_backward:
+        return 0.0, 0.0, 0.0
     tokens, hidden = work.tokens / sizes.tensor, spec.hidden_size
     input_bytes = (tokens if soft.sequence_parallel else work.tokens) * hidden * soft.compute_bytes
     total, inputs = tokens * saved_bytes(block, work), 0.0
@@ -51,7 +53,7 @@ def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, 
     heads = layer.attention.num_heads
     of_score = score_bytes(layer, soft.compute_bytes) if soft.fused_attention else soft.saved_scores
     if soft.stores_biased_scores and isinstance(layer.position, RelativeBias):
-        of_score = soft.compute_bytes
+        of_score = max(4.0, soft.compute_bytes)
     scores = of_score * heads / sizes.tensor * work.tokens * work.sequence
     if not soft.fused_attention:
         # Selective checkpointing recomputes the scores alone.
@@ -66,16 +68,22 @@ def saved_bytes(block: BlockSizes, work: Workload) -> float:
     soft, layer = work.software, block.layer
     if soft.saved_per_hidden:
         return soft.saved_per_hidden * work.spec.hidden_size
-    if layer is None or not soft.flash_attention or layer.mixer is not None or score_bytes(layer, soft.compute_bytes):
+    if layer is None or not soft.flash_attention or not layer.has_attention or score_bytes(layer, soft.compute_bytes):
         return block.saved_bytes
     # The size of a block counts queries, keys and values of all heads in at least fp32, as without a fused kernel. One
-    # saves them as they are, and a number for each row of scores.
+    # saves them as they are, padded to one size, and a number for each row of scores.
     part, size = layer.attention, soft.compute_bytes
-    if part.latent is not None:
-        return block.saved_bytes
-    wide = 3 * part.num_heads * max(part.head_dim, part.value_size) * max(size, 4.0)
-    narrow = (part.num_heads + 2 * part.num_kv_heads) * part.head_dim * size + 4.0 * part.num_heads
-    return block.saved_bytes - block.num_attention * max(0.0, wide - narrow)
+    largest = max(part.head_dim, part.value_size)
+    wide = 3 * part.num_heads * largest * max(size, 4.0)
+    narrow = (part.num_heads + 2 * part.num_kv_heads) * largest * size + 4.0 * part.num_heads
+    if size < 4:
+        narrow += part.joined_bytes(size)
+    if part.head_dim != part.value_size:
+        # The padded results are copied for the output projection.
+        narrow += part.num_heads * largest * size
+    # Kernels that store biased scores save the others as without fusion.
+    stores_scores = soft.stores_biased_scores and isinstance(layer.position, RelativeBias)
+    return block.saved_bytes + (block.num_attention - stores_scores) * (narrow - wide)
 
 
 def backward_bytes(block: BlockSizes, work: Workload) -> float:
@@ -89,19 +97,47 @@ def backward_bytes(block: BlockSizes, work: Workload) -> float:
     assert layer is not None
     part = layer.feed_forward.dense_equivalent()
     size = part.intermediate_size if isinstance(part, GatedFeedForward | PlainFeedForward) else work.spec.hidden_size
-    factor = 2.0 if isinstance(part, GatedFeedForward) else 1.0
+    # The backward pass of a ReLU needs its result, so that no memory is free when it has both gradients.
+    has_both = isinstance(part, GatedFeedForward) or (isinstance(part, PlainFeedForward) and part.activation == "relu")
+    factor = 2.0 if has_both else 1.0
     tokens, hidden = work.tokens / work.sizes.tensor, work.spec.hidden_size
     gathered = work.tokens * hidden if work.sizes.tensor > 1 and soft.sequence_parallel else 0.0
     gradients = factor * size * tokens
     if block.experts is not None:
         rows = work.tokens if gathered else tokens
+        # With biases, there are also the results of the last matmul without them, and the biases of all rows.
+        copies = 4 if block.experts.bias else 2
         gradients = max(
-            gradients, 2 * rows * block.experts.num_experts_per_token * (block.experts.latent_size or hidden)
+            gradients, copies * rows * block.experts.num_experts_per_token * (block.experts.latent_size or hidden)
         )
     # At the end of a forward pass, ranks of `tensor` have partial sums of all tokens, and a copy in the order in which
     # they are scattered; also their part of the result, and what is alive of their part of a block.
     forward = 0.0 if soft.saved_per_hidden else 2 * gathered + 4 * tokens * hidden * bool(gathered)
-    return soft.compute_bytes * max(tokens * hidden + gathered + gradients, forward)
+    total = soft.compute_bytes * max(tokens * hidden + gathered + gradients, forward)
+    if isinstance(layer.position, RelativeBias):
+        # Gradients of biases, and of the encoder's states, are sums over blocks.
+        total += max(4.0, soft.compute_bytes) * layer.attention.num_heads * work.sequence**2 / work.sizes.context
+        total += soft.compute_bytes * tokens * hidden
+    if norm_places(layer, "feed_forward")[1]:
+        # A norm behind the feed-forward comes first, while all that the block has saved exists.
+        total = max(total, soft.compute_bytes * tokens * hidden + norm_gradients(work, 1 + (soft.compute_bytes < 4)))
+    if soft.fused_attention and score_bytes(layer, soft.compute_bytes):
+        # Two gradients of the scores, while what the feed-forward has saved exists no more.
+        scores = 2 * max(4.0, soft.compute_bytes) * layer.attention.num_heads * tokens * work.sequence
+        total = max(total, scores - tokens * layer.feed_forward.saved_bytes(hidden, soft.compute_bytes))
+    return total
+
+
+def norm_gradients(work: Workload, copies: int = 0) -> float:
+    """Return the bytes of what the backward pass of a norm computes, in at least fp32.
+
+    They are the gradients of its result and input, and two products on the way.
+
+    Args:
+        copies: number of further tensors of this size.
+    """
+    numbers = work.tokens / work.sizes.tensor * work.spec.hidden_size
+    return (4 + copies) * numbers * max(4.0, work.software.compute_bytes)
 
 
 def loss_bytes(work: Workload) -> float:
@@ -110,7 +146,11 @@ def loss_bytes(work: Workload) -> float:
     if software.whole_logits:
         return work.tokens * vocabulary * software.logit_bytes
     tokens = min(work.tokens, max(256, software.chunk_logits // vocabulary))
-    return tokens * vocabulary * software.logit_bytes
+    size = software.logit_bytes
+    if work.spec.logit_softcap is not None:
+        # The logits before and behind the soft cap, and their gradient, in at least fp32.
+        size = 3 * max(4.0, software.compute_bytes)
+    return tokens * vocabulary * size
 
 
 def boundary_bytes(work: Workload) -> float:
@@ -121,7 +161,8 @@ def boundary_bytes(work: Workload) -> float:
 
 def _head_bytes(work: Workload) -> float:
     """Return the bytes of the gradient of the head's weight, which the chunks of a loss accumulate in fp32."""
-    if work.software.whole_logits:
+    is_trained = any(weight.is_trained and weight.is_matmul for weight in work.model.head.weights)
+    if work.software.whole_logits or not is_trained:
         return 0.0
     vocabulary = -(-work.spec.vocab_size // work.sizes.tensor)
     return max(4.0, work.software.compute_bytes) * vocabulary * work.spec.hidden_size
@@ -210,8 +251,10 @@ def step_tensors(work: Workload, stage: Stage) -> StepTensors:
     norm = spec.norm.saved_bytes(spec.hidden_size, 1, soft.compute_bytes) * work.tokens / work.sizes.tensor
     has_loss = stage.has_head and not spec.score_head
     # What the last norm and the loss store, and gradients that the loss has computed already.
+    prediction = 0.0
     if has_loss:
-        sizes[-1] = replace(sizes[-1], loss=norm + states + weight)
+        prediction = _prediction_bytes(work, norm + states + weight)
+        sizes[-1] = replace(sizes[-1], loss=norm + states + weight + prediction)
     splits = splits_backward(work.parallel, work.sizes.pipeline)
     # Checkpointed blocks are recomputed one at a time, from what they have stored. A split backward pass keeps what it
     # recomputes until its second part.
@@ -219,8 +262,7 @@ def step_tensors(work: Workload, stage: Stage) -> StepTensors:
     gradient = work.tokens / work.sizes.tensor * spec.hidden_size * soft.compute_bytes
     buffers_M = _stage_buffer_bytes(work, stage, moments)
     activations, buffers = _fullest(_bytes_in_flight(moments, sizes, splits), buffers_M)
-    # The gradients of a norm's result and input, and two products on the way, in at least fp32.
-    of_norm = 4 * gradient * max(1.0, 4.0 / soft.compute_bytes)
+    of_norm = norm_gradients(work)
     result = StepTensors(
         activations=activations,
         buffers=buffers,
@@ -233,8 +275,10 @@ def step_tensors(work: Workload, stage: Stage) -> StepTensors:
         return result
     backward_inputs = norm + states + weight
     # Ranks of `tensor` gather the states of all tokens, and keep those of their own beside them.
-    loss_tensors = backward_inputs + states * (1 + (work.sizes.tensor > 1) / work.sizes.tensor)
+    loss_tensors = backward_inputs + prediction + states * (1 + (work.sizes.tensor > 1) / work.sizes.tensor)
     norm_backward = backward_inputs - states * (not splits) + of_norm
+    # A factor of the logits multiplies the states, and the bias of a head is appended to them; both make a copy.
+    is_scaled = spec.scale_lm_head or spec.logit_scale != 1.0
     # Backward passes of the last stage follow on losses.
     follows_M = moments.stage == len(stages) - 1
     of_loss_M = np.where(follows_M, _bytes_in_flight(moments, sizes, splits, in_loss=True), -np.inf)
@@ -245,8 +289,8 @@ def step_tensors(work: Workload, stage: Stage) -> StepTensors:
         buffers_in_loss=buffers,
         loss_tensors=loss_tensors,
         norm_backward=norm_backward,
-        loss_copies=states + weight,
-        chunk=loss_bytes(work),
+        loss_copies=states + weight * (1 + 3 * spec.normalize_lm_head + spec.head_bias),
+        chunk=loss_bytes(work) + states * (is_scaled / work.sizes.tensor + spec.head_bias),
     )
 
 
@@ -282,6 +326,7 @@ def _stored_by_stage(work: Workload, stage: Stage, of_blocks: dict[BlockSizes, _
         forward += len(numbers) * size.forward - num_checkpointed * size.recomputation
         weight_pass += len(numbers) * size.weight_pass + num_checkpointed * size.recomputation
         recomputation = max(recomputation, size.recomputation * min(1, num_checkpointed))
+    forward += _mask_bytes(work, stage)
     if stage.has_head:
         # The gradient of the result of the last norm.
         weight_pass += work.tokens / work.sizes.tensor * work.spec.hidden_size * max(4.0, work.software.compute_bytes)
@@ -292,6 +337,44 @@ def _stored_by_stage(work: Workload, stage: Stage, of_blocks: dict[BlockSizes, _
         # Nobody needs gradients of the inputs of the first stage: its whole backward pass comes with those of weights.
         weight_pass = 0.0
     return _MicroBatchBytes(forward, weight_pass, recomputation)
+
+
+def _prediction_bytes(work: Workload, loss: float) -> float:
+    """Return what the layers of multi-token prediction store per micro-batch, with their losses.
+
+    Args:
+        loss: what the last norm and the loss of the next token store.
+    """
+    block = work.model.prediction
+    if block is None:
+        return 0.0
+    # Two norms come before the projection, whose input is as wide as both together.
+    spec, size = work.spec, work.software.compute_bytes
+    tokens = work.tokens / work.sizes.tensor
+    projection = tokens * (2 * spec.norm.saved_bytes(spec.hidden_size, 1, size) + 2 * spec.hidden_size * size)
+    return spec.mtp_layers * (block_activations(block, work)[0] + projection + loss)
+
+
+def _mask_bytes(work: Workload, stage: Stage) -> float:
+    """Return the bytes of the masks of a micro-batch: of windows and position biases, one for all equal layers."""
+    size = work.software.compute_bytes
+    masks: dict[tuple[int | None, ...], float] = {}
+    if not work.software.flash_attention:
+        return 0.0
+    for block, _ in stage.blocks:
+        layer = block.layer
+        if layer is None or not layer.has_attention:
+            continue
+        part, heads = layer.attention, layer.attention.num_heads
+        key = (block.is_causal, part.sliding_window, part.chunk_size)
+        if isinstance(layer.position, RelativeBias):
+            # Trained biases stay in at least fp32.
+            masks[(*key, heads)] = heads * max(4.0, size)
+        elif isinstance(layer.position, AlibiPositions):
+            masks[(*key, heads)] = heads * size
+        elif part.reach is not None and part.reach < work.sequence:
+            masks[key] = size
+    return sum(masks.values()) * -(-work.sequence // work.sizes.context) * work.sequence
 
 
 def _stored_by_block(work: Workload, block: BlockSizes) -> _MicroBatchBytes:
@@ -350,17 +433,25 @@ def _bytes_in_flight(
 
 def _stage_buffer_bytes(work: Workload, stage: Stage, moments: InFlight) -> NDArray[np.float64]:
     """Return the bytes [M] of hidden states, and of gradients of them, beside those that the blocks of a rank store."""
-    if work.sizes.pipeline == 1 or not work.software.keeps_buffers:
-        return np.zeros(len(moments.stage))
-    schedule = work.parallel.pipeline_schedule
     # A block saves what it has received, unless its norm saves a wider copy of it.
     widens = isinstance(work.spec.norm, RmsNorm) and work.software.compute_bytes < 4
     saves_input = work.checkpointing.type != "none" or not widens
+    return num_stage_buffers(work, stage, moments, saves_input) * boundary_bytes(work)
+
+
+def num_stage_buffers(work: Workload, stage: Stage, moments: InFlight, saves_input: bool) -> NDArray[np.float64]:
+    """Return how many tensors [M] of other stages, or for them, a rank has beside those that its blocks store.
+
+    Args:
+        saves_input: whether blocks save what they receive.
+    """
+    if work.sizes.pipeline == 1 or not work.software.keeps_buffers:
+        return np.zeros(len(moments.stage))
+    schedule = work.parallel.pipeline_schedule
     is_inner = schedule == "zbv" and stage.rank == work.sizes.pipeline - 1
-    numbers = _num_stage_buffers(
+    return _num_stage_buffers(
         moments, schedule, work.accumulation, stage.rank > 0, stage.has_head, is_inner, saves_input
     )
-    return numbers * boundary_bytes(work)
 
 
 @lru_cache(maxsize=65536)

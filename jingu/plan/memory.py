@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import inf
 
 from jingu.parallel.stages import splits_backward
-from jingu.plan.activations import step_tensors, without_data_ranks
+from jingu.plan.activations import StepTensors, step_tensors, without_data_ranks
 from jingu.plan.in_flight import micro_batches_in_flight, stages_of_rank
-from jingu.plan.weight_memory import RankShare, rank_shares, weight_copies
+from jingu.plan.weight_memory import RankShare, WeightCopies, rank_shares, weight_copies
 from jingu.plan.workload import Stage, Workload
 
 # The parts that offload moves to main memory or to disk.
@@ -28,8 +29,8 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """Bytes on the GPU."""
-        return sum(self.device.values())
+        """Bytes on the GPU, rounded so that equal sums of parts are equal numbers."""
+        return float(round(sum(self.device.values())))
 
     def of_tensors(self) -> dict[str, float]:
         """Return the bytes of tensors on the GPU and in main memory, by parts that a run can measure."""
@@ -92,7 +93,7 @@ def step_moments(
     Args:
         gradients: bytes of the gradients of the rank's shards.
     """
-    soft, zero = work.software, work.parallel.zero_stage
+    soft = work.software
     tensors = step_tensors(without_data_ranks(work), stage)
     copies_of_weights = weight_copies(work, stage, parts)
     # Gradients of earlier micro-batches. There are none if all forward passes come before the first backward pass.
@@ -100,7 +101,7 @@ def step_moments(
     before = 0.0 if in_flight == work.accumulation else max(gradients, copies_of_weights.whole)
     activations = {"activations": tensors.activations, "stage buffers": tensors.buffers}
     end_buffer = 0.0
-    if before and zero >= 2:
+    if before and not copies_of_weights.whole:
         # FSDP keeps such a buffer for each stage of the rank.
         num_stages = len(stages_of_rank(work, stage))
         end_buffer = copies_of_weights.end_buffer + (num_stages - 1) * copies_of_weights.reduction
@@ -109,19 +110,21 @@ def step_moments(
         "compute weights": copies_of_weights.in_block,
         **activations,
         "recomputation": tensors.recomputation + copies_of_weights.recomputation,
-        "backward": tensors.backward + copies_of_weights.matrix_gradient,
+        "backward": tensors.backward + copies_of_weights.matrix_gradient + copies_of_weights.head_gradient,
         "reduction": end_buffer,
     }
     # At the end of the backward pass of a block, it needs its activations no more, but has all of its gradients; those
     # of the block behind it are reduced.
-    share = max(0.0, 1 - 1 / (max(1, stage.num_blocks) * in_flight))
-    if splits_backward(work.parallel, work.sizes.pipeline):
-        share = 1.0
-    second = block | {"activations": tensors.activations * share, "reduction": copies_of_weights.reduction}
+    splits = splits_backward(work.parallel, work.sizes.pipeline)
+    share = 1.0 if splits else max(0.0, 1 - 1 / (max(1, stage.num_blocks) * in_flight))
+    # Whole gradients of the block behind are in the buffer of their reduction now; then there are its shards.
+    of_shards = soft.gradient_bytes * parts[0][0].num_trained
+    reduction = min(copies_of_weights.reduction, of_shards if copies_of_weights.whole else inf)
+    second = block | {"activations": tensors.activations * share, "reduction": reduction}
     block_end = block | {
         "activations": tensors.activations * share,
         "recomputation": 0.0,
-        "backward": tensors.gradient_of_block + copies_of_weights.block_gradients,
+        "backward": tensors.gradient_of_block + copies_of_weights.block_gradients + copies_of_weights.head_gradient,
         "reduction": copies_of_weights.reduction,
     }
     end = {
@@ -134,21 +137,47 @@ def step_moments(
     moments = [block, second, block_end, end]
     if not before:
         # The first block has the fewest activations in its backward pass, but the gradients of all others exist.
-        later = gradients - soft.gradient_bytes * (parts[0][0].num_trained + sum(p.num_trained for p, _ in parts[-1:]))
-        first = {"gradients": max(0.0, later), "activations": tensors.activations * (1 - share)}
+        later, head_gradient = of_shards, copies_of_weights.head_gradient
+        ends = parts[len(stage.blocks) :]
+        if copies_of_weights.reduction:
+            # FSDP still reduces those of the block behind, and those of embedding and head only at the end.
+            later += of_shards + soft.gradient_bytes * sum(part.num_trained * count for part, count in ends)
+            head_gradient = 0.0
+        elif work.model.embedding in stage.ends and not work.spec.tie_word_embeddings:
+            later += soft.gradient_bytes * ends[0][0].num_trained
+        first = {
+            "gradients": max(0.0, gradients - later),
+            "activations": tensors.activations * (1 - share),
+            "backward": block["backward"] - head_gradient,
+            "reduction": copies_of_weights.reduction,
+        }
         moments.append(block | first)
     if not stage.has_head or work.spec.score_head:
         return moments
+    return [*_loss_moments(tensors, copies_of_weights, before, end_buffer, splits), *moments]
+
+
+def _loss_moments(
+    tensors: StepTensors, copies_of_weights: WeightCopies, gradients: float, reduction: float, splits: bool
+) -> list[dict[str, float]]:
+    """Return the moments of `step_moments` before the backward pass of the blocks.
+
+    Args:
+        gradients: bytes of the gradients of earlier micro-batches; reduction: those of the buffers that FSDP keeps.
+        splits: whether backward passes are split.
+    """
     head = {
-        "gradients": before,
+        "gradients": gradients,
         "compute weights": copies_of_weights.in_ends,
         "activations": tensors.activations_in_loss,
         "stage buffers": tensors.buffers_in_loss,
-        "reduction": end_buffer,
+        # That of an earlier micro-batch, which a split backward pass does not add to the others yet.
+        "backward": splits * copies_of_weights.head_gradient,
+        "reduction": reduction,
     }
     loss = head | {"compute weights": copies_of_weights.in_loss, "loss": tensors.loss_tensors + tensors.chunk}
     head_end = head | {"loss": tensors.loss_tensors + tensors.loss_copies + copies_of_weights.head_cast}
-    return [loss, head_end, head | {"loss": tensors.norm_backward}, *moments]
+    return [loss, head_end, head | {"loss": tensors.norm_backward}]
 
 
 def least_memory(work: Workload, data: int, usable: float) -> tuple[float, float]:

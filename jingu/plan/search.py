@@ -23,7 +23,7 @@ from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.errors import JinguError
 from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
 from jingu.parallel.stages import check_layout
-from jingu.plan.activations import block_activations
+from jingu.plan.activations import block_activations, boundary_bytes, num_stage_buffers
 from jingu.plan.in_flight import moments_in_flight, stages_of_rank
 from jingu.plan.intervals import memory_margin
 from jingu.plan.machine import Machine
@@ -102,19 +102,24 @@ class _Load:
 
     Attributes:
         slowdown: lower bound of the time of a step, relative to the computation.
-        stages: of each distinct stage, the kinds of blocks with their number times that of micro-batches in flight.
+        stages: of each distinct stage, the kinds of blocks with their number times that of micro-batches in flight, and
+            the number of stage buffers.
     """
 
     slowdown: float
-    stages: tuple[tuple[tuple[BlockSizes, float], ...], ...]
+    stages: tuple[tuple[dict[BlockSizes, float], float], ...]
 
-    def num_bytes(self, block_bytes: dict[BlockSizes, float]) -> float:
+    def num_bytes(self, block_bytes: dict[BlockSizes, float], buffer_bytes: float) -> float:
         """Return a lower bound of the activations of the fullest rank.
 
         Args:
             block_bytes: bytes that a block of each kind stores of a micro-batch.
+            buffer_bytes: bytes that a stage sends of a micro-batch.
         """
-        return max(sum(block_bytes[block] * number for block, number in stage) for stage in self.stages)
+        return max(
+            sum(block_bytes[block] * number for block, number in blocks.items()) + buffer_bytes * buffers
+            for blocks, buffers in self.stages
+        )
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ class _Cell:
         bound: lower bound of their step time in seconds: the computation of a rank's share of the model.
         settings: sizes of the axes that divide the model, and the method of context parallelism.
         data: number of data-parallel ranks.
+        block_bytes: least that a block of each kind stores of a micro-batch.
     """
 
     bound: float
@@ -133,6 +139,7 @@ class _Cell:
     micro_batch: int
     accumulation: int
     checkpointing: ActivationCheckpointingSettings
+    block_bytes: dict[BlockSizes, float]
 
 
 def search_layouts(base: Workload, ranks: int, machine: Machine, rows: int, *, best: int = 5) -> SearchResult:
@@ -144,13 +151,12 @@ def search_layouts(base: Workload, ranks: int, machine: Machine, rows: int, *, b
         best: number of layouts to return.
     """
     result = SearchResult([])
-    cells = sorted(_cells(base, ranks, rows, machine, result), key=lambda cell: cell.bound)
+    draft = SearchResult([], settings=result.settings, loads=result.loads, data_times=result.data_times)
+    divisions = list(_divisions(base, ranks, result))
     # 1. Layouts that are likely to fit give an upper bound, so that far slower ones need not be estimated.
-    likely = [cell for cell in cells if cell.micro_batch == 1 and cell.checkpointing.type == "full"]
     limit = inf
     seconds: list[float] = []
-    draft = SearchResult([], settings=result.settings, loads=result.loads, data_times=result.data_times)
-    for cell in likely:
+    for cell in _sort_cells(_cells(base, divisions, rows, machine, draft, first_only=True)):
         if cell.bound > limit:
             break
         plans = _search_cell(base, cell, machine, draft, limit, first_only=True)
@@ -158,7 +164,7 @@ def search_layouts(base: Workload, ranks: int, machine: Machine, rows: int, *, b
         limit = seconds[-1] if len(seconds) == best else inf
     # 2. All layouts.
     top: list[Plan] = []
-    for cell in cells:
+    for cell in _sort_cells(_cells(base, divisions, rows, machine, result, limit)):
         if cell.bound > limit:
             break
         top += _search_cell(base, cell, machine, result, limit)
@@ -222,40 +228,67 @@ def _evaluate(
     return None, memory * ROUNDING > usable
 
 
-def _cells(base: Workload, ranks: int, rows: int, machine: Machine, result: SearchResult) -> Iterator[_Cell]:
-    """Yield all divisions of the ranks and of the rows that the model allows, without those of data-parallel ranks."""
+def _sort_cells(cells: Iterator[_Cell]) -> list[_Cell]:
+    return sorted(cells, key=lambda cell: cell.bound)
+
+
+def _cells(
+    base: Workload,
+    divisions: list[ParallelSettings],
+    rows: int,
+    machine: Machine,
+    result: SearchResult,
+    limit: float = inf,
+    *,
+    first_only: bool = False,
+) -> Iterator[_Cell]:
+    """Yield the divisions of the model and of the rows that may take at most `limit` seconds.
+
+    Args:
+        divisions: divisions of the model over ranks.
+        first_only: whether to yield only those with micro-batches of one row and full checkpointing.
+    """
     seconds: dict[tuple[object, ...], float] = {}
-    memory: dict[tuple[object, ...], tuple[float, float]] = {}
+    memory: dict[tuple[object, ...], list[dict[BlockSizes, float]]] = {}
     usable = machine.usable_bytes / memory_margin(machine)
-    for settings in _divisions(base, ranks, result):
+    kinds = range(len(_CHECKPOINTING))
+    # Without recomputation, a step takes least, so it bounds the others.
+    bounds = [(kind,) if first_only or kind == 0 else (0, kind) for kind in kinds]
+    for settings in divisions:
         pipeline, tensor, context, expert = (int(getattr(settings, axis)) for axis in _MODEL_AXES)
-        data = ranks // (pipeline * tensor * context)
+        data = int(settings.replicate) * int(settings.shard)
         if rows % data:
             result.reject("the batch does not divide", f"{rows:,} sequences over {data:,} data-parallel ranks")
             continue
         share = rows // data
         blocks = ceil(len(base.model.blocks) / pipeline)
-        for micro, checkpointing in product(divisors(share), _CHECKPOINTING):
+        sizes = AxisSizes(1, 1, 1, context, tensor, expert)
+        for micro, kind in product((1,) if first_only else divisors(share), kinds[-1:] if first_only else kinds):
             # The computation of a micro-batch does not depend on the pipeline.
-            key = (tensor, context, expert, settings.context_method, micro, checkpointing.type)
-            sizes = AxisSizes(1, 1, 1, context, tensor, expert)
-            if key not in memory:
-                work = replace(base, sizes=sizes, parallel=settings, micro_batch=micro, checkpointing=checkpointing)
-                whole = max(block_activations(block, work)[0] for block in dict.fromkeys(base.model.blocks))
-                memory[key] = (whole, min(_block_bytes(work).values()))
+            size = (tensor, context, expert, micro)
+            if size not in memory:
+                memory[size] = _block_bytes(replace(base, sizes=sizes, micro_batch=micro))
+            block_bytes = memory[size][kind]
             # Some rank has this many blocks, and the backward pass of each block needs all of its activations.
-            short = max(memory[key][0], blocks * memory[key][1]) - usable
+            short = max(*memory[size][0].values(), blocks * min(block_bytes.values())) - usable
             if short > 0:
                 result.rejections["out of memory"] += 1
                 if short < result.smallest[0]:
                     layout = AxisSizes(pipeline, 1, 1, context, tensor, expert)
                     result.smallest = (short, f"{layout}, micro-batch {micro}")
                 continue
-            if key not in seconds:
-                work = replace(base, sizes=sizes, parallel=settings, micro_batch=micro, checkpointing=checkpointing)
-                seconds[key] = model_seconds(work, machine) * (1 - 1e-9)
-            accumulation = share // micro
-            yield _Cell(seconds[key] * accumulation / pipeline, settings, data, micro, accumulation, checkpointing)
+            accumulation, bound = share // micro, 0.0
+            for number in bounds[kind]:
+                key = (*size, settings.context_method, number)
+                if key not in seconds:
+                    checkpointing = _CHECKPOINTING[number]
+                    work = replace(base, sizes=sizes, parallel=settings, micro_batch=micro, checkpointing=checkpointing)
+                    seconds[key] = model_seconds(work, machine) * (1 - 1e-9)
+                bound = seconds[key] * accumulation / pipeline
+                if bound > limit:
+                    break
+            if bound <= limit:
+                yield _Cell(bound, settings, data, micro, accumulation, _CHECKPOINTING[kind], block_bytes)
 
 
 def _divisions(base: Workload, ranks: int, result: SearchResult) -> Iterator[ParallelSettings]:
@@ -340,7 +373,7 @@ def _search_cell(
     schedules = _schedules(pipeline, (spec.num_encoder_layers or 0) + spec.num_layers)
     usable = machine.usable_bytes / memory_margin(machine)
     sizes = AxisSizes(pipeline, 1, cell.data, context, tensor, expert)
-    block_bytes = _block_bytes(_layout(base, cell, sizes, first))
+    buffer_bytes = boundary_bytes(_layout(base, cell, sizes, first))
     plans: list[Plan] = []
     for schedule, stages in [("1f1b", "auto")] if first_only else schedules:
         place = (pipeline, schedule, stages, cell.accumulation)
@@ -349,9 +382,12 @@ def _search_cell(
             continue
         # 1. What does not depend on ZeRO: bounds of time and memory, validity.
         load = result.loads.get(place)
-        if load is not None and (cell.bound * load.slowdown > limit or load.num_bytes(block_bytes) > usable):
-            result.rejections["out of memory"] += cell.bound * load.slowdown <= limit
-            continue
+        if load is not None:
+            if cell.bound * load.slowdown > limit:
+                continue
+            if load.num_bytes(cell.block_bytes, buffer_bytes) > usable:
+                result.rejections["out of memory"] += 1
+                continue
         settings = _change(first, result, pipeline_schedule=schedule, stages_per_rank=stages)
         work = _layout(base, cell, sizes, settings)
         slowdown = 1 + _idle_bound(work, machine) / cell.accumulation
@@ -359,8 +395,8 @@ def _search_cell(
             continue
         if load is None:
             result.loads[place] = _Load(slowdown, tuple(_in_flight(work, stage) for stage in work.stages))
-        times = _cell_time(work, cell, machine, result)
-        if times is None or times.seconds > limit:
+        times = _cell_time(work, cell, machine, result, limit)
+        if times is None:
             continue
         plans += _search_divisions(work, key, times, machine, result, limit, first_only=first_only)
     return plans
@@ -439,25 +475,31 @@ def _change(settings: ParallelSettings, result: SearchResult, **update: object) 
     return result.settings[key]
 
 
-def _block_bytes(work: Workload) -> dict[BlockSizes, float]:
-    """Return the least that a block of each kind stores of a micro-batch, in bytes."""
-    position = {"none": 0, "selective": 1, "full": 2}[work.checkpointing.type]
-    return {block: block_activations(block, work)[position] for block in dict.fromkeys(work.model.blocks)}
+def _block_bytes(work: Workload) -> list[dict[BlockSizes, float]]:
+    """Return the least that a block of each kind stores of a micro-batch, in bytes, for each kind of checkpointing."""
+    sizes = {block: block_activations(block, work) for block in dict.fromkeys(work.model.blocks)}
+    return [{block: size[kind] for block, size in sizes.items()} for kind in range(len(_CHECKPOINTING))]
 
 
-def _in_flight(work: Workload, stage: Stage) -> tuple[tuple[BlockSizes, float], ...]:
-    """Return how many blocks of each kind a rank stores activations of, at one moment of a step."""
+def _in_flight(work: Workload, stage: Stage) -> tuple[dict[BlockSizes, float], float]:
+    """Return how many blocks of each kind a rank stores activations of at one moment of a step, and how many stage
+    buffers it has then."""
     stages, moments = stages_of_rank(work, stage), moments_in_flight(work, stage)
-    counts = moments.num_activations[np.argmax(moments.num_activations @ [single.num_blocks for single in stages])]
+    moment = np.argmax(moments.num_activations @ [single.num_blocks for single in stages])
+    counts = moments.num_activations[moment]
     numbers: dict[BlockSizes, float] = {}
     for single, count in zip(stages, counts, strict=True):
         for block, members in single.blocks:
             numbers[block] = numbers.get(block, 0.0) + float(count) * len(members)
-    return tuple(numbers.items())
+    return numbers, float(num_stage_buffers(work, stage, moments, saves_input=True)[moment])
 
 
-def _cell_time(work: Workload, cell: _Cell, machine: Machine, result: SearchResult) -> _CellTime | None:
-    """Return what the layouts of a cell with one schedule share; None if their activations do not fit."""
+def _cell_time(work: Workload, cell: _Cell, machine: Machine, result: SearchResult, limit: float) -> _CellTime | None:
+    """Return what the layouts of a cell with one schedule share; None if they take too long or do not fit."""
+    terms, slowest, time = schedule_time(work, machine)
+    seconds = sum(terms.values()) * (1 - 1e-9)
+    if seconds > limit:
+        return None
     usable = machine.usable_bytes / memory_margin(machine)
     activations, least = least_memory(work, cell.data, usable)
     if activations > usable or (least > usable and machine.is_shared):
@@ -465,8 +507,7 @@ def _cell_time(work: Workload, cell: _Cell, machine: Machine, result: SearchResu
         if activations - usable < result.smallest[0]:
             result.smallest = (activations - usable, describe_layout(work))
         return None
-    terms, slowest, time = schedule_time(work, machine)
-    return _CellTime(sum(terms.values()) * (1 - 1e-9), slowest, time, least <= usable)
+    return _CellTime(seconds, slowest, time, least <= usable)
 
 
 def _is_valid(work: Workload, key: tuple[object, ...], result: SearchResult) -> bool:

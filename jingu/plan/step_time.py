@@ -8,7 +8,7 @@ tensor parallelism), Rajbhandari et al., 2020 (ZeRO), Korthikanti et al., 2022 (
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Any
@@ -127,7 +127,9 @@ def matmuls(part: BlockSizes, work: Workload, machine: Machine) -> list[Matmul]:
         # Backward: one matmul for the gradient of the inputs, and one for that of the weights if they are trained. The
         # latter has long sums, which kernels split to occupy all multiprocessors.
         backward = matmul_seconds(work, (rows, inputs, outputs), count, machine)
-        if weight.is_trained:
+        if not part.has_backward:
+            backward = 0.0
+        elif weight.is_trained:
             backward += _split_matmul_seconds(work, (outputs, inputs, rows), count, machine)
         result.append(Matmul((*shape[:-1], inputs), flops, num_bytes, seconds, backward))
     return result
@@ -141,8 +143,8 @@ def _split_matmul_seconds(work: Workload, shape: tuple[float, float, float], cou
 
 def _sum_matmul_seconds(part: BlockSizes, work: Workload, machine: Machine) -> tuple[float, float]:
     """Return the seconds of all matmuls of a part, for a forward pass and for a backward pass."""
-    sizes = work.sizes
-    key = (sizes.tensor, sizes.context, sizes.expert, "ulysses", work.sequence, work.micro_batch)
+    # Their times depend on the number of tokens alone, not on how many rows and ranks of `context` it comes from.
+    key = (work.sizes.tensor, 1, work.sizes.expert, "ulysses", work.tokens, 1)
     return _shared_matmul_seconds(part, _shared_computation(work.model, work.software, _NO_CHECKPOINTING, key), machine)
 
 
@@ -262,8 +264,11 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
     full = share * (work.checkpointing.type == "full")
     selective = share * (work.checkpointing.type == "selective")
     attention_passes, elementwise_passes = count_passes(soft, full, selective)
+    passes, all_passes = 2.0 + full, 3.0 + full
+    if not block.has_backward:
+        full = selective = 0.0
+        attention_passes = elementwise_passes = passes = all_passes = 1.0
     # Tensor parallelism: an all-gather and a reduce-scatter around attention and around the feed-forward.
-    passes = 2.0 + full
     calls = 2 * (block.num_attention + 1) * passes
     tokens_bytes = work.tokens * spec.hidden_size * soft.compute_bytes
     terms = {
@@ -271,7 +276,7 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
         "attention": time.attention * attention_passes,
         "elementwise": time.elementwise * elementwise_passes,
         "tensor": ring_seconds(tokens_bytes * calls, groups["tensor"], machine, calls),
-        "context": _context_seconds(block, work, groups["context"], machine) * (3.0 + full),
+        "context": _context_seconds(block, work, groups["context"], machine, time.attention) * all_passes,
         "expert": expert_seconds(work, tokens_bytes / sizes.tensor, block, machine) * passes,
     }
     if soft.overlaps_experts:
@@ -281,7 +286,7 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
     host = (kernels + calls * (sizes.tensor > 1)) * rates.kernel_us * 1e-6
     # Each kernel takes a while to start and to end on the GPU.
     terms["elementwise"] += kernels * rates.operation_us * 1e-6
-    return terms, host, 1 / (3.0 + full)
+    return terms, host, 1 / all_passes
 
 
 def expert_seconds(work: Workload, size: float, block: BlockSizes, machine: Machine) -> float:
@@ -326,19 +331,25 @@ def stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
 def _stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
     terms = dict.fromkeys(TERMS, 0.0)
     forward = host = 0.0
-    for block, numbers in stage.blocks:
-        block_terms, launch, share = _block_terms(block, work, machine)
+    parts = [(block, len(numbers), work) for block, numbers in stage.blocks]
+    prediction, num_losses = work.model.prediction, 1
+    if stage.has_head and prediction is not None:
+        # Layers of multi-token prediction have no checkpoints.
+        num_losses += work.spec.mtp_layers
+        parts.append((prediction, work.spec.mtp_layers, replace(work, checkpointing=_NO_CHECKPOINTING)))
+    for block, number, step in parts:
+        block_terms, launch, share = _block_terms(block, step, machine)
         for term, seconds in block_terms.items():
-            terms[term] += len(numbers) * seconds
-        host += len(numbers) * launch
-        forward += share * len(numbers) * sum(block_terms.values())
+            terms[term] += number * seconds
+        host += number * launch
+        forward += share * number * sum(block_terms.values())
     if stage.has_head and not work.spec.score_head:
         head, head_backward = _head_seconds(work, machine)
-        logits = work.tokens * work.spec.vocab_size / work.sizes.tensor
+        logits = num_losses * work.tokens * work.spec.vocab_size / work.sizes.tensor
         traffic = logits * work.software.logit_traffic / (machine.memory_gbs * machine.efficiency.memory * 1e9)
-        terms["matmuls"] += head + head_backward
+        terms["matmuls"] += num_losses * (head + head_backward)
         terms["elementwise"] += traffic
-        forward += head + traffic / 2
+        forward += num_losses * head + traffic / 2
     total = sum(terms.values())
     terms["launch"] = _launch_seconds(host, total, work, machine)
     if total:
@@ -346,8 +357,12 @@ def _stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
     return StageTime(terms, forward, total + terms["launch"] - forward)
 
 
-def _context_seconds(block: BlockSizes, work: Workload, group: Neighbors, machine: Machine) -> float:
-    """Return the exposed communication of context parallelism in a forward pass, in seconds: Ulysses or ring."""
+def _context_seconds(block: BlockSizes, work: Workload, group: Neighbors, machine: Machine, attention: float) -> float:
+    """Return the exposed communication of context parallelism in a forward pass, in seconds: Ulysses or ring.
+
+    Args:
+        attention: seconds of attention in a forward pass.
+    """
     if group.ranks == 1 or block.layer is None:
         return 0.0
     part, sizes = block.layer.attention, work.sizes
@@ -356,7 +371,6 @@ def _context_seconds(block: BlockSizes, work: Workload, group: Neighbors, machin
         travelling = 2 * part.num_kv_heads * row * (group.ranks - 1)
         near = group.in_node == group.ranks
         rate = machine.link_gbs * machine.efficiency.link if near else machine.nic_gbs * machine.efficiency.nic
-        attention = _block_time(block, work, machine).attention
         return max(0.0, travelling / (rate * 1e9) - attention)
     return exchange_seconds((2 * part.num_heads + 2 * part.num_kv_heads) * row, group, machine)
 

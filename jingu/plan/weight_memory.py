@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from jingu.config.sections.optimizers import Slots
+from jingu.model.adapter_specs import Lora
+from jingu.model.spec import ModelSpec
+from jingu.parallel.stages import splits_backward
 from jingu.plan.in_flight import micro_batches_in_flight
 from jingu.plan.software import Software
 from jingu.plan.workload import BlockSizes, Stage, Workload
@@ -99,7 +102,7 @@ class WeightCopies:
         whole: gradients of all parameters, which ZeRO 0 and 1 keep until the last micro-batch.
         block_gradients: whole gradients of a block at the end of its backward pass; matrix_gradient: that of its
             largest matrix; end_gradients: those of embedding and head; head_cast: the head's gradient in the compute
-            dtype.
+            dtype; head_gradient: that gradient as it exists during the backward passes of the blocks.
         reduction: the buffer from which the gradients of a block are reduced; end_buffer: that of embedding and head,
             which FSDP keeps until the next reduction.
     """
@@ -113,8 +116,15 @@ class WeightCopies:
     matrix_gradient: float = 0.0
     end_gradients: float = 0.0
     head_cast: float = 0.0
+    head_gradient: float = 0.0
     reduction: float = 0.0
     end_buffer: float = 0.0
+
+
+def head_is_computed(spec: ModelSpec) -> bool:
+    """Return whether the matrix that computes logits is not the parameter itself: see `Decoder.head_operands`."""
+    has_adapter = isinstance(spec.adapter, Lora) and "head" in spec.adapter.target_modules
+    return spec.head_bias or spec.normalize_lm_head or has_adapter
 
 
 def weight_copies(work: Workload, stage: Stage, parts: list[tuple[RankShare, int]]) -> WeightCopies:
@@ -131,6 +141,8 @@ def weight_copies(work: Workload, stage: Stage, parts: list[tuple[RankShare, int
     # A tied head is the matrix of the embedding.
     head = rank_share(work.model.head, *_share_key(work)) if stage.has_head else None
     head_copy = 0.0 if head is None else head.copy_bytes
+    # A bias or an adapter is joined to the matrix, and rows are normalized, in a copy of it.
+    computed_head = head if head_is_computed(work.spec) else None
     if work.sizes.data * work.sizes.context == 1 and not is_offloaded:
         # Weights are cast to the compute dtype in the forward pass of each micro-batch. Autograd stores these copies
         # unless it recomputes the forward pass.
@@ -140,7 +152,18 @@ def weight_copies(work: Workload, stage: Stage, parts: list[tuple[RankShare, int
             recomputation, copies = max(part.copy_bytes for part, _ in blocks), 0.0
         copies *= micro_batches_in_flight(work, stage)
         end_gradients = soft.gradient_bytes * max((part.num_reduced for part, _ in ends[:1]), default=0) * again
-        return WeightCopies(copies, copies + head_copy, copies, recomputation, end_gradients=end_gradients)
+        if computed_head is not None:
+            head_copy += computed_head.weights
+        # Later micro-batches add it to that of the first.
+        head_gradient = 0.0 if head is None or again else soft.gradient_bytes * head.num_reduced
+        return WeightCopies(
+            copies,
+            copies + head_copy,
+            copies,
+            recomputation,
+            end_gradients=end_gradients,
+            head_gradient=head_gradient,
+        )
     compute, reduce = soft.compute_bytes, soft.reduce_bytes
     of_ends = sum(part.gathered_bytes for part, _ in ends)
     size = sum(part.gathered_bytes * count for part, count in parts)
@@ -149,19 +172,28 @@ def weight_copies(work: Workload, stage: Stage, parts: list[tuple[RankShare, int
         # The parameters of the current block, and the prefetched ones of the next in a buffer.
         of_block = max(part.gathered_bytes for part, _ in blocks)
         in_block, in_loss, in_ends = of_ends + 2 * of_block, of_ends + of_block, of_ends + of_block
+    if computed_head is not None:
+        in_loss += computed_head.gathered_bytes
     whole = 0.0
-    if zero <= 1 and work.accumulation > 1:
-        # Gradients stay unsharded until the last micro-batch.
+    if zero < 3 and not again:
+        # FSDP keeps the buffer in which it has gathered the last block.
+        in_loss += blocks[-1][0].gathered_bytes
+    if again and (zero <= 1 or splits_backward(work.parallel, work.sizes.pipeline)):
+        # Gradients stay unsharded until the last micro-batch; with split backward passes, PyTorch reduces them then.
         whole = reduce * sum(part.num_reduced * count for part, count in parts)
+    # Gradients of the current micro-batch are added to whole ones at once, unless they have another dtype.
+    current = compute * (not whole or compute < reduce)
     return WeightCopies(
         in_block,
         in_loss,
         in_ends,
         whole=whole,
-        block_gradients=compute * largest,
+        block_gradients=current * largest,
         matrix_gradient=compute * max(part.num_largest for part, _ in blocks),
         end_gradients=(reduce if whole else compute) * end_numbers,
         head_cast=compute * (0 if head is None else head.num_reduced) * (compute < reduce),
+        # FSDP reduces it after the backward pass of the embedding.
+        head_gradient=current * (0 if head is None else head.num_reduced),
         reduction=reduce * largest,
         end_buffer=reduce * end_numbers,
     )

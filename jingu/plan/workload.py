@@ -102,6 +102,7 @@ class BlockSizes:
         num_attention: number of attention layers.
         is_causal: whether attention is causal.
         layer: what the block is; None before and after the blocks.
+        has_backward: whether it has a backward pass: not if neither it nor any part before it is trained.
     """
 
     weights: tuple[Weight, ...] = ()
@@ -110,6 +111,7 @@ class BlockSizes:
     num_attention: int = 0
     is_causal: bool = True
     layer: LayerSpec | None = None
+    has_backward: bool = True
 
     @property
     def experts(self) -> Experts | None:
@@ -211,13 +213,19 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class ModelSizes:
-    """The parts of a model: blocks (encoder blocks first), embedding, last norm, and head (with that norm)."""
+    """The parts of a model: blocks (encoder blocks first), embedding, last norm, and head (with that norm).
+
+    Attributes:
+        embedding: also has the parameters of the layers of multi-token prediction.
+        prediction: the block of such a layer, and the projection before it, if they are trained.
+    """
 
     spec: ModelSpec
     blocks: tuple[BlockSizes, ...]
     embedding: BlockSizes
     norm: BlockSizes
     head: BlockSizes
+    prediction: BlockSizes | None = None
 
 
 @lru_cache(maxsize=1024)
@@ -314,6 +322,12 @@ def model_sizes(spec: ModelSpec, compute_bytes: float, stored_bytes: float = 0.0
     if spec.num_encoder_layers:
         small = small.model_copy(update={"num_encoder_layers": 1})
     parameters = _parameters(small)
+    if spec.per_layer_inputs is not None:
+        # The tables of inputs of all layers are before the blocks.
+        shapes = parameter_sizes(spec)
+        for name, parameter in parameters.items():
+            if "blocks." not in name:
+                parameters[name] = parameter._replace(shape=shapes[name])
     if spec.tie_word_embeddings:
         # A tied head has no parameter of its own, but its matmul costs the same.
         parameters["head.weight"] = parameters["embedding.weight"]
@@ -327,13 +341,19 @@ def model_sizes(spec: ModelSpec, compute_bytes: float, stored_bytes: float = 0.0
         )
         outputs = sum(_outputs(weight, layer) for weight in weights if weight.is_matmul)
         outputs += num_attention * attention_width(layer)
-        return _block(weights, layer_bytes(spec, layer, compute_bytes), outputs, num_attention, is_causal, layer)
+        saved = layer_bytes(trainable, layer, compute_bytes, is_causal=is_causal)
+        return _block(weights, saved, outputs, num_attention, is_causal, layer, True)
 
     def end(names: Iterable[str]) -> BlockSizes:
         weights = tuple(_weight(parameters[name], name, spec, spec.default_layer, name) for name in names)
         outputs = sum(_outputs(weight, spec.default_layer) for weight in weights if weight.is_matmul)
-        return _block(weights, 0.0, outputs, 0, True, None)
+        return _block(weights, 0.0, outputs, 0, True, None, True)
 
+    ends = ("norm.", "head.")
+    embedding = end(name for name in parameters if "blocks." not in name and not name.startswith(ends))
+    norm, head = (end(name for name in parameters if name.startswith(prefixes)) for prefixes in (ends[:1], ends))
+    # A block saves at most as much as one whose parameters are all trained.
+    trainable = spec.model_copy(update={"frozen_parameters": ()})
     encoders = [
         block(spec.default_layer, "encoder.blocks.0.", f"encoder.blocks.{n}.", 1, is_causal=False)
         for n in range(spec.num_encoder_layers or 0)
@@ -342,10 +362,22 @@ def model_sizes(spec: ModelSpec, compute_bytes: float, stored_bytes: float = 0.0
         block(layer, f"blocks.{place[layer]}.", f"blocks.{n}.", 1 + bool(encoders), is_causal=True)
         for n, layer in enumerate(layers)
     ]
-    ends = ("norm.", "head.")
-    embedding = end(name for name in parameters if "blocks." not in name and not name.startswith(ends))
-    norm, head = (end(name for name in parameters if name.startswith(prefixes)) for prefixes in (ends[:1], ends))
-    return ModelSizes(spec, (*encoders, *decoders), embedding, norm, head)
+    prediction = None
+    if spec.mtp_loss_weight:
+        names = ("mtp.0.block.", "mtp.0.projection.")
+        parameters |= {names[0] + name: parameters[name] for name in parameters if name.startswith(names[1])}
+        prediction = block(spec.prediction_layer, names[0], names[0], 1, is_causal=True)
+    blocks = _mark_frozen((*encoders, *decoders), embedding) if spec.adapter is None else (*encoders, *decoders)
+    return ModelSizes(spec, blocks, embedding, norm, head, prediction)
+
+
+def _mark_frozen(blocks: tuple[BlockSizes, ...], embedding: BlockSizes) -> tuple[BlockSizes, ...]:
+    """Return blocks, of which the first have no backward pass if they are frozen, and the embedding as well."""
+    parts = (embedding, *blocks)
+    trainable = (number for number, part in enumerate(parts) if any(weight.is_trained for weight in part.weights))
+    first = max(0, next(trainable, len(parts)) - 1)
+    frozen = (vars(block) | {"has_backward": False} for block in blocks[:first])
+    return (*(_block(*fields.values()) for fields in frozen), *blocks[first:])
 
 
 def _parameters(spec: ModelSpec) -> dict[str, _Parameter]:
@@ -406,11 +438,11 @@ def _outputs(weight: Weight, layer: LayerSpec) -> float:
 
 
 @lru_cache(maxsize=64)
-def layer_bytes(spec: ModelSpec, layer: LayerSpec, compute_bytes: float) -> float:
-    """Return the bytes per token that a decoder block saves for its backward pass."""
+def layer_bytes(spec: ModelSpec, layer: LayerSpec, compute_bytes: float, *, is_causal: bool) -> float:
+    """Return the bytes per token that a block saves for its backward pass: one of the decoder, or not causal."""
     has_formula = layer.mixer is None and not isinstance(layer.feed_forward, NoFeedForward)
     if has_table(spec) and not spec.frozen_parameters and has_formula:
-        return saved_bytes(spec, layer, compute_bytes)
+        return saved_bytes(spec, layer, compute_bytes, None if is_causal else 1)
     part = layer.feed_forward
     # A layer that shares keys and values cannot stand alone.
     dense = spec.uniform(layer.with_own_kv().model_copy(update={"feed_forward": part.dense_equivalent()}))
