@@ -95,7 +95,7 @@ def test_page_and_metrics_are_served_on_the_loopback_address_only(run):
     folder.mkdir(parents=True)
     (folder / "verdict.txt").write_text("Training has made no progress for 60 s in step 21.\n")
     with make_server(run, 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         with urllib.request.urlopen(address) as page:
             text = page.read().decode()

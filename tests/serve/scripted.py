@@ -27,7 +27,7 @@ class Scripted(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.gone = threading.Semaphore(0)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
 
 class _Handler(BaseHTTPRequestHandler):
