@@ -15,7 +15,7 @@ from typing import Any
 
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
-from jingu.model.parts import attended_tokens, attention_width, cached_tokens
+from jingu.model.parts import attended_tokens, attention_width, cached_tokens, score_bytes
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import stages_per_rank
 from jingu.plan.activations import boundary_bytes, saved_bytes
@@ -174,10 +174,11 @@ def traffic_bytes(part: BlockSizes, work: Workload) -> float:
     if not soft.sequence_parallel:
         result += (work.tokens - tokens) * 8 * work.spec.hidden_size * soft.compute_bytes
     result += permutation_bytes(part, work)
-    if not soft.fused_attention and part.layer is not None:
-        # Softmax and dropout read and write the scores.
+    if part.layer is not None:
+        # Soft cap, softmax and dropout read and write the scores.
+        of_score = score_bytes(part.layer, soft.compute_bytes) if soft.fused_attention else soft.saved_scores
         heads = part.layer.attention.num_heads / sizes.tensor
-        result += part.num_attention * heads * work.tokens * work.sequence * soft.saved_scores * 2
+        result += part.num_attention * heads * work.tokens * work.sequence * of_score * 2
     return soft.traffic * result
 
 
@@ -194,9 +195,13 @@ def attention_seconds(part: BlockSizes, work: Workload, machine: Machine) -> flo
     """Return the seconds of attention in the forward pass of a block."""
     assert part.layer is not None
     soft, rates = work.software, machine.efficiency
-    # Without a fused kernel, attention is two matmuls, which compute the scores behind the mask as well.
+    # Without a fused kernel, attention is two matmuls, which compute the scores behind the mask as well. No kernel has
+    # soft caps and sinks.
+    stores_scores = score_bytes(part.layer, soft.compute_bytes) > 0
     is_causal = part.is_causal and soft.fused_attention
     context = (attended_tokens if is_causal else cached_tokens)(part.layer, work.sequence)
+    if stores_scores:
+        context = work.sequence
     flops = 4.0 * part.num_attention * work.tokens * context * attention_width(part.layer) / work.sizes.tensor
     speed = soft.attention_speed * (machine.ampere_kernels if soft.ampere_attention else 1.0)
     seconds = flops / (machine.matmul_flops * rates.attention * speed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,12 +13,15 @@ from torch import Tensor
 
 from jingu.errors import JinguError
 from jingu.model.decoder import build_model
+from jingu.model.families import FAMILIES
 from jingu.model.inputs import Inputs
 from jingu.model.parameter_table import parameter_sizes
 from jingu.model.spec import ModelSpec, replace_fields
 from jingu.parallel.layout import Precision
 from jingu.plan.activations import block_activations
+from jingu.plan.machine import find_machine
 from jingu.plan.memory import fullest_stage
+from jingu.plan.step_time import step_time
 from jingu.plan.weight_memory import rank_shares
 from jingu.plan.workload import Workload
 from jingu.training.replay_run import replay_run
@@ -163,3 +167,20 @@ def test_sizes_of_every_family_are_wide() -> None:
     with pytest.raises(JinguError):
         wide_spec("phi3")
     assert all(wide_spec(name).hidden_size >= 200 for name in NAMES)
+
+
+def test_attention_without_a_kernel_moves_its_scores() -> None:
+    """No kernel of PyTorch has soft caps and sinks: it computes all scores, and reads and writes them."""
+    capped = FAMILIES["gemma2"].presets["gemma-2-2b"]
+    plain = capped.model_copy(update={"attention": capped.attention.model_copy(update={"softcap": None})})
+    machine = find_machine("h100")
+    terms = []
+    for spec in (capped, plain):
+        config, _ = settings(MODELS["llama"], batch={"sequence_length": 8192, "global_batch_size": 1})
+        work = replace(workload(config, spec, 1), sequence=8192)
+        terms.append(step_time(work, machine))
+    # The bytes of scores at least: they are written and read, forward and backward, in fp32.
+    least = 4 * 4 * 26 * 8 * 8192**2 / (machine.memory_gbs * 1e9)
+    assert terms[0]["elementwise"] - terms[1]["elementwise"] > least
+    # Half of the layers have windows, and all have a causal mask; their scores are computed and thrown away.
+    assert terms[0]["attention"] / terms[1]["attention"] == pytest.approx(2 / ((1 + 3 / 4) / 2), rel=1e-6)
