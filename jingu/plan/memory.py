@@ -7,7 +7,6 @@ Activations follow from what a block saves for its backward pass, and from the n
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import chain
 from math import inf
 
 from jingu.parallel.stages import splits_backward
@@ -65,7 +64,12 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     peak = max(least, sum(fullest.values()))
     # Memory of other moments that the allocator does not reuse.
-    temporary = sum(max(moment.get(name, 0.0) for moment in moments) for name in {*chain(*moments)} - {"gradients"})
+    largest: dict[str, float] = {}
+    for moment in moments:
+        for name, size in moment.items():
+            if size > largest.get(name, 0.0):
+                largest[name] = size
+    temporary = sum(size for name, size in largest.items() if name != "gradients")
     fragments = (1 - soft.allocator_reuse) * max(0.0, moments[0]["gradients"] + temporary - peak)
     if fullest["gradients"] < least:
         remainder = sum(fullest.values()) - fullest["gradients"]

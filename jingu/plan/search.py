@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from math import ceil, inf
+from typing import Literal
 
 import numpy as np
 
@@ -188,12 +189,20 @@ def _idle_bound(work: Workload, machine: Machine) -> float:
 
 
 def _evaluate(
-    work: Workload, machine: Machine, result: SearchResult, limit: float, times: _CellTime, seconds: float
+    work: Workload,
+    machine: Machine,
+    result: SearchResult,
+    limit: float,
+    times: _CellTime,
+    seconds: float,
+    *,
+    may_fit: bool,
 ) -> tuple[Plan | None, bool]:
     """Return the estimates of a layout, with offload if it does not fit otherwise.
 
     Args:
         seconds: the step time without the optimizer.
+        may_fit: whether it may fit without offload.
 
     Returns:
         The plan, or None if the layout does not fit at all or takes longer than `limit` seconds; and whether it does
@@ -203,7 +212,7 @@ def _evaluate(
     for offload in _OFFLOAD[: 1 if machine.is_shared else 2]:
         if offload.type != "none":
             work = replace(work, parallel=work.parallel.model_copy(update={"offload": offload}))
-        elif not times.may_fit:
+        elif not may_fit:
             continue
         if seconds + optimizer_seconds(work, times.slowest, machine) > limit:
             return None, False
@@ -351,13 +360,11 @@ class _CellTime:
     Attributes:
         seconds: lower bound of the step time without data parallelism and optimizer.
         slowest: the slowest stage; stage: its time.
-        may_fit: whether a layout may fit without offload.
     """
 
     seconds: float
     slowest: Stage
     stage: StageTime
-    may_fit: bool
 
 
 def _search_cell(
@@ -395,8 +402,8 @@ def _search_cell(
             continue
         if load is None:
             result.loads[place] = _Load(slowdown, tuple(_in_flight(work, stage) for stage in work.stages))
-        times = _cell_time(work, cell, machine, result, limit)
-        if times is None:
+        times = _cell_time(work, machine)
+        if times.seconds > limit:
             continue
         plans += _search_divisions(work, key, times, machine, result, limit, first_only=first_only)
     return plans
@@ -422,6 +429,7 @@ def _search_divisions(
         first_only: whether to try only those that shard most.
     """
     plans: list[Plan] = []
+    memory: Literal["fits", "offloads", "too large"] | None = None
     stage, context, data_ranks = times.slowest, work.sizes.context, work.sizes.data
     for zero, shards in _data_divisions(data_ranks, context):
         for shard in shards[:1] if first_only else shards:
@@ -439,7 +447,14 @@ def _search_divisions(
             layout = layout or _divide(work, shard, zero, result)
             if not _is_valid(layout, (*key, zero), result):
                 break
-            plan, is_too_large = _evaluate(layout, machine, result, limit, times, times.seconds + seconds)
+            # Most cells have no layout that is fast enough, so their memory need not be known.
+            memory = memory or _bound_memory(work, machine, result)
+            if memory == "too large":
+                return plans
+            may_fit = memory == "fits"
+            plan, is_too_large = _evaluate(
+                layout, machine, result, limit, times, times.seconds + seconds, may_fit=may_fit
+            )
             plans += [plan] if plan is not None else []
             if is_too_large:
                 break
@@ -494,20 +509,22 @@ def _in_flight(work: Workload, stage: Stage) -> tuple[dict[BlockSizes, float], f
     return numbers, float(num_stage_buffers(work, stage, moments, saves_input=True)[moment])
 
 
-def _cell_time(work: Workload, cell: _Cell, machine: Machine, result: SearchResult, limit: float) -> _CellTime | None:
-    """Return what the layouts of a cell with one schedule share; None if they take too long or do not fit."""
+def _cell_time(work: Workload, machine: Machine) -> _CellTime:
+    """Return what the layouts of a cell with one schedule share."""
     terms, slowest, time = schedule_time(work, machine)
-    seconds = sum(terms.values()) * (1 - 1e-9)
-    if seconds > limit:
-        return None
+    return _CellTime(sum(terms.values()) * (1 - 1e-9), slowest, time)
+
+
+def _bound_memory(work: Workload, machine: Machine, result: SearchResult) -> Literal["fits", "offloads", "too large"]:
+    """Return whether a layout of a cell with one schedule may fit, only with offload, or not at all."""
     usable = machine.usable_bytes / memory_margin(machine)
-    activations, least = least_memory(work, cell.data, usable)
+    activations, least = least_memory(work, work.sizes.data, usable)
     if activations > usable or (least > usable and machine.is_shared):
         result.rejections["out of memory"] += 1
         if activations - usable < result.smallest[0]:
             result.smallest = (activations - usable, describe_layout(work))
-        return None
-    return _CellTime(seconds, slowest, time, least <= usable)
+        return "too large"
+    return "fits" if least <= usable else "offloads"
 
 
 def _is_valid(work: Workload, key: tuple[object, ...], result: SearchResult) -> bool:
