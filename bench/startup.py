@@ -26,6 +26,8 @@ PLANS = (
     ),
     ("llama-3-8b on 8 GPUs, the best layout", "llama-3-8b --on a100-80 --gpus 8", 5),
     ("llama-3.1-405b on 4,096 GPUs, `--search`", "llama-3.1-405b --on h100 --nodes 512 --search", 5),
+    ("llama-3-70b on 4,096 GPUs, `--search`", "llama-3-70b --on h100 --nodes 512 --search", 5),
+    ("cpm2-moe-198b on 4,096 GPUs, `--search`", "cpm2-moe-198b --on a100-80 --nodes 512 --search", 5),
     ("cpm2-moe-198b on 3,072 GPUs, `--search`", "cpm2-moe-198b --on a100-80 --nodes 384 --search", 5),
 )
 
