@@ -356,7 +356,7 @@ def _prediction_bytes(work: Workload, loss: float) -> float:
 
 
 def _mask_bytes(work: Workload, stage: Stage) -> float:
-    """Return the bytes of the masks of a micro-batch: of windows and position biases, one for all equal layers."""
+    """Return the bytes of the masks of a micro-batch: of windows and position biases, shared by all equal layers."""
     size = work.software.compute_bytes
     masks: dict[tuple[int | None, ...], float] = {}
     if not work.software.flash_attention:
@@ -374,7 +374,8 @@ def _mask_bytes(work: Workload, stage: Stage) -> float:
             masks[(*key, heads)] = heads * size
         elif part.reach is not None and part.reach < work.sequence:
             masks[key] = size
-    return sum(masks.values()) * -(-work.sequence // work.sizes.context) * work.sequence
+    # Rows of several documents have masks of their own.
+    return sum(masks.values()) * work.tokens * work.sequence
 
 
 def _stored_by_block(work: Workload, block: BlockSizes) -> _MicroBatchBytes:
