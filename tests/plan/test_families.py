@@ -29,6 +29,7 @@ from tests.parity.test_family_proofs import CASES, read_complete
 from tests.plan.test_memory import settings, workload
 from tests.plan.test_peaks import MODELS, PRECISIONS
 
+pytestmark = pytest.mark.usefixtures("bf16_units")
 # Sizes in Hugging Face's words that are multiplied by `TIMES`. The models of `CASES` are so narrow that tensors without
 # a hidden dim, such as rotary tables, would matter.
 SIZES = re.compile(

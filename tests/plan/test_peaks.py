@@ -17,6 +17,7 @@ from jingu.plan.memory import fullest_stage
 from jingu.training.replay_run import prepare_step, replay_run
 from tests.plan.test_memory import BF16, settings, workload
 
+pytestmark = pytest.mark.usefixtures("bf16_units")
 FP32 = Precision("fp32", torch.float32, torch.float32, torch.float32)
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 DIMS: dict[str, Any] = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "max_position_embeddings": 256}
