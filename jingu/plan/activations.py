@@ -289,7 +289,7 @@ def step_tensors(work: Workload, stage: Stage) -> StepTensors:
         buffers_in_loss=buffers,
         loss_tensors=loss_tensors,
         norm_backward=norm_backward,
-        loss_copies=states + weight * (1 + 3 * spec.normalize_lm_head + spec.head_bias),
+        loss_copies=states + weight,
         chunk=loss_bytes(work) + states * (is_scaled / work.sizes.tensor + spec.head_bias),
     )
 

@@ -441,8 +441,8 @@ def _search_divisions(
             if data is None:
                 layout = _divide(work, shard, zero, result)
                 data = result.data_times[division] = data_time(layout, stage, machine)
-            seconds = data_seconds(work, stage, times.stage, data, zero, is_shared=machine.is_shared)
-            if times.seconds + seconds > limit:
+            seconds = times.seconds + data_seconds(work, stage, times.stage, data, zero, is_shared=machine.is_shared)
+            if seconds > limit:
                 continue
             layout = layout or _divide(work, shard, zero, result)
             if not _is_valid(layout, (*key, zero), result):
@@ -452,9 +452,7 @@ def _search_divisions(
             if memory == "too large":
                 return plans
             may_fit = memory == "fits"
-            plan, is_too_large = _evaluate(
-                layout, machine, result, limit, times, times.seconds + seconds, may_fit=may_fit
-            )
+            plan, is_too_large = _evaluate(layout, machine, result, limit, times, seconds, may_fit=may_fit)
             plans += [plan] if plan is not None else []
             if is_too_large:
                 break

@@ -102,7 +102,7 @@ class WeightCopies:
         whole: gradients of all parameters, which ZeRO 0 and 1 keep until the last micro-batch.
         block_gradients: whole gradients of a block at the end of its backward pass; matrix_gradient: that of its
             largest matrix; end_gradients: those of embedding and head; head_cast: the head's gradient in the compute
-            dtype; head_gradient: that gradient as it exists during the backward passes of the blocks.
+            dtype, and copies of it; head_gradient: that gradient as it exists during the backward passes of the blocks.
         reduction: the buffer from which the gradients of a block are reduced; end_buffer: that of embedding and head,
             which FSDP keeps until the next reduction.
     """
@@ -140,9 +140,11 @@ def weight_copies(work: Workload, stage: Stage, parts: list[tuple[RankShare, int
     is_offloaded = work.parallel.offload.type != "none" and soft.offload_copies_weights
     # A tied head is the matrix of the embedding.
     head = rank_share(work.model.head, *_share_key(work)) if stage.has_head else None
-    head_copy = 0.0 if head is None else head.copy_bytes
     # A bias or an adapter is joined to the matrix, and rows are normalized, in a copy of it.
-    computed_head = head if head_is_computed(work.spec) else None
+    is_computed = head_is_computed(work.spec)
+    head_copy = 0.0 if head is None else head.copy_bytes + is_computed * head.weights
+    # The backward pass of a norm of its rows has three more tensors of this size, that of a joined matrix one.
+    num_copies = 3 * work.spec.normalize_lm_head + work.spec.head_bias
     if work.sizes.data * work.sizes.context == 1 and not is_offloaded:
         # Weights are cast to the compute dtype in the forward pass of each micro-batch. Autograd stores these copies
         # unless it recomputes the forward pass.
@@ -152,8 +154,6 @@ def weight_copies(work: Workload, stage: Stage, parts: list[tuple[RankShare, int
             recomputation, copies = max(part.copy_bytes for part, _ in blocks), 0.0
         copies *= micro_batches_in_flight(work, stage)
         end_gradients = soft.gradient_bytes * max((part.num_reduced for part, _ in ends[:1]), default=0) * again
-        if computed_head is not None:
-            head_copy += computed_head.weights
         # Later micro-batches add it to that of the first.
         head_gradient = 0.0 if head is None or again else soft.gradient_bytes * head.num_reduced
         return WeightCopies(
@@ -162,6 +162,7 @@ def weight_copies(work: Workload, stage: Stage, parts: list[tuple[RankShare, int
             copies,
             recomputation,
             end_gradients=end_gradients,
+            head_cast=0.0 if head is None else num_copies * head.weights,
             head_gradient=head_gradient,
         )
     compute, reduce = soft.compute_bytes, soft.reduce_bytes
@@ -172,8 +173,8 @@ def weight_copies(work: Workload, stage: Stage, parts: list[tuple[RankShare, int
         # The parameters of the current block, and the prefetched ones of the next in a buffer.
         of_block = max(part.gathered_bytes for part, _ in blocks)
         in_block, in_loss, in_ends = of_ends + 2 * of_block, of_ends + of_block, of_ends + of_block
-    if computed_head is not None:
-        in_loss += computed_head.gathered_bytes
+    if head is not None:
+        in_loss += is_computed * head.gathered_bytes
     whole = 0.0
     if zero < 3 and not again:
         # FSDP keeps the buffer in which it has gathered the last block.
@@ -191,7 +192,7 @@ def weight_copies(work: Workload, stage: Stage, parts: list[tuple[RankShare, int
         block_gradients=current * largest,
         matrix_gradient=compute * max(part.num_largest for part, _ in blocks),
         end_gradients=(reduce if whole else compute) * end_numbers,
-        head_cast=compute * (0 if head is None else head.num_reduced) * (compute < reduce),
+        head_cast=compute * (0 if head is None else head.num_reduced) * ((compute < reduce) + num_copies),
         # FSDP reduces it after the backward pass of the embedding.
         head_gradient=current * (0 if head is None else head.num_reduced),
         reduction=reduce * largest,
