@@ -32,7 +32,8 @@ TERMS = (
 )
 # Largest cost of the start and end of a matmul, relative to the matmul itself.
 START_SHARE = 3.0
-# Slowdown of computation by communication that overlaps with it (Isaev et al., 2023: 15% within a node).
+# Slowdown of computation by communication that overlaps with it and uses all bandwidth of a node's links: 15%. Slower
+# communication needs fewer multiprocessors and less memory bandwidth: 2% across nodes (Isaev et al., 2023).
 CONTENTION = 0.15
 _NO_CHECKPOINTING = ActivationCheckpointingSettings()
 # Terms of a whole step; the others are sums over micro-batches.
@@ -300,11 +301,12 @@ def expert_seconds(work: Workload, size: float, block: BlockSizes, machine: Mach
         return 0.0
     choices, group = block.experts.num_experts_per_token, place_groups(work, machine)["expert"]
     if work.software.sends_to_nodes and group.ranks > 1:
-        # Each node receives a token at most once; the expected number of nodes with chosen experts follows from the
-        # probability that a node has none. The network therefore carries a share of the bytes.
+        # The network carries a token once to each node with chosen experts, and the links of a node once to each rank
+        # with chosen experts. The expected number of those follows from the probability that one has none.
         nodes = group.ranks / group.in_node
-        share = nodes * (1 - (1 - 1 / nodes) ** choices) / choices
-        machine = machine.model_copy(update={"nic_gbs": machine.nic_gbs / share})
+        per_node, per_rank = (n * (1 - (1 - 1 / n) ** choices) / choices for n in (nodes, group.ranks))
+        rates = {"nic_gbs": machine.nic_gbs / per_node, "link_gbs": machine.link_gbs / per_rank / nodes}
+        machine = machine.model_copy(update=rates)
     return 2 * exchange_seconds(size * choices, group, machine)
 
 
@@ -491,11 +493,13 @@ class DataTime:
 
     Attributes:
         gather: of the weights of a stage; reduce: of their gradients; replicas: of gradients over `replicate`.
+        contention: slowdown of computation that overlaps with them.
     """
 
     gather: float
     reduce: float
     replicas: float
+    contention: float
 
 
 def data_time(work: Workload, stage: Stage, machine: Machine) -> DataTime:
@@ -503,14 +507,28 @@ def data_time(work: Workload, stage: Stage, machine: Machine) -> DataTime:
     soft = work.software
     groups = place_groups(work, machine)
     parts = rank_shares(work, stage)
-    gathered_bytes = sum(part.gathered_bytes * count for part, count in parts)
-    reduced_bytes = soft.reduce_bytes * sum(part.num_reduced * count for part, count in parts)
     # Embedding and head need a call of their own, which matters only for small models.
     calls = stage.num_blocks * soft.gathers_per_block + machine.is_shared
-    gather = ring_seconds(gathered_bytes, groups["fsdp"], machine, calls)
-    reduce = ring_seconds(reduced_bytes, groups["fsdp"], machine, calls)
-    replicas = all_reduce_seconds(reduced_bytes / groups["fsdp"].ranks, groups["replicate"], machine, calls)
-    return DataTime(gather, reduce, replicas)
+    gathered_bytes = sum(part.gathered_bytes * count for part, count in parts)
+    num_reduced = sum(part.num_reduced * count for part, count in parts)
+    # Only ranks with the same experts exchange their weights and gradients.
+    expert_bytes = sum(part.expert_bytes * count for part, count in parts)
+    num_expert = sum(part.num_expert * count for part, count in parts)
+    gather = reduce = replicas = link_bytes = 0.0
+    for axis, weight_bytes, number, num_calls in (
+        ("fsdp", gathered_bytes - expert_bytes, num_reduced - num_expert, calls),
+        ("expert_fsdp", expert_bytes, num_expert, stage.num_blocks),
+    ):
+        group, gradient_bytes = groups[axis], number * soft.reduce_bytes
+        gather += ring_seconds(weight_bytes, group, machine, num_calls)
+        reduce += ring_seconds(gradient_bytes, group, machine, num_calls)
+        replicas += all_reduce_seconds(gradient_bytes / group.ranks, groups["replicate"], machine, num_calls)
+        link_bytes += (weight_bytes + gradient_bytes) * (group.ranks > 1)
+        link_bytes += 2 * gradient_bytes / group.ranks * (groups["replicate"].ranks > 1)
+    seconds = gather + reduce + replicas
+    link_seconds = link_bytes / (machine.link_gbs * machine.efficiency.link * 1e9)
+    contention = CONTENTION * min(1.0, link_seconds / seconds) if seconds else 0.0
+    return DataTime(gather, reduce, replicas, contention)
 
 
 def data_seconds(work: Workload, stage: Stage, time: StageTime, data: DataTime, zero: int, *, is_shared: bool) -> float:
@@ -521,7 +539,7 @@ def data_seconds(work: Workload, stage: Stage, time: StageTime, data: DataTime, 
         is_shared: whether the ranks share cores.
     """
     soft, rounds = work.software, work.accumulation
-    gather, reduce = data.gather, data.reduce
+    gather, reduce, contention = data.gather, data.reduce, data.contention
     # On shared cores, communication that overlaps takes time from the computation, so nothing is hidden.
     if is_shared:
         if zero == 3:
@@ -530,19 +548,20 @@ def data_seconds(work: Workload, stage: Stage, time: StageTime, data: DataTime, 
     # The first block of a pass cannot overlap.
     first = 1.0 / max(1, stage.num_blocks)
     passes = rounds if zero == 3 else 1
-    seconds = passes * _exposed(gather, first * gather, time.forward * soft.overlap)
+    seconds = passes * _exposed(gather, first * gather, time.forward * soft.overlap, contention)
     backward = (gather if zero == 3 else 0.0) + reduce
-    seconds += (rounds if zero >= 2 else 1) * _exposed(backward, first * reduce, time.backward * soft.overlap)
-    return seconds + _exposed(data.replicas, 0.0, max(0.0, time.backward * soft.overlap - backward))
+    passes = rounds if zero >= 2 else 1
+    seconds += passes * _exposed(backward, first * reduce, time.backward * soft.overlap, contention)
+    return seconds + _exposed(data.replicas, 0.0, max(0.0, time.backward * soft.overlap - backward), contention)
 
 
-def _exposed(seconds: float, least: float, computing: float) -> float:
+def _exposed(seconds: float, least: float, computing: float, contention: float) -> float:
     """Return the seconds that a step takes longer because of communication beside a computation.
 
     Communication that overlaps competes with computation for multiprocessors and memory.
     """
     hidden = min(max(0.0, seconds - least), computing)
-    return seconds - hidden + CONTENTION * hidden
+    return seconds - hidden + contention * hidden
 
 
 def optimizer_seconds(work: Workload, stage: Stage, machine: Machine) -> float:

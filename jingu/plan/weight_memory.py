@@ -26,6 +26,7 @@ class RankShare:
         num_reduced: elements of the gradients before ZeRO shards them.
         copy_bytes: bytes of compute-dtype copies of weights that are stored in a wider dtype.
         num_largest: elements of the gradient of the largest parameter, before ZeRO shards it.
+        expert_bytes, num_expert: the parts of `gathered_bytes` and `num_reduced` that experts have.
     """
 
     weights: float
@@ -35,6 +36,8 @@ class RankShare:
     num_reduced: int
     copy_bytes: float
     num_largest: int
+    expert_bytes: float
+    num_expert: int
 
 
 @lru_cache(maxsize=16384)
@@ -47,8 +50,8 @@ def rank_share(
         sizes: number of ranks of `tensor`, of `expert`, and of ZeRO's sharding group.
         slots_of: the method `slots` of the settings of the optimizer.
     """
-    weights = state = gathered_bytes = copy_bytes = 0.0
-    num_trained = num_reduced = num_largest = 0
+    weights = state = gathered_bytes = copy_bytes = expert_bytes = 0.0
+    num_trained = num_reduced = num_largest = num_expert = 0
     for weight in part.weights:
         local, unsharded = weight.numbers(sizes)
         itemsize = weight.itemsize(soft)
@@ -59,15 +62,18 @@ def rank_share(
             copy_bytes = max(copy_bytes, unsharded * soft.compute_bytes)
             continue
         gathered_bytes += unsharded * narrow
+        expert_bytes += unsharded * narrow * weight.is_expert
         copy_bytes += unsharded * narrow * (weight.is_matmul and narrow < itemsize)
         if weight.is_trained:
             num_trained += local
             num_reduced += unsharded
+            num_expert += unsharded * weight.is_expert
             num_largest = max(num_largest, unsharded)
             if not weight.is_copy:
                 slots = slots_of(weight.shape, is_in_block=part.num_attention > 0)
                 state += sum(slot.num_bytes(local, 4.0 * soft.state_share) for slot in slots.values())
-    return RankShare(weights, state, num_trained, gathered_bytes, num_reduced, copy_bytes, num_largest)
+    gathered = (gathered_bytes, num_reduced, copy_bytes, num_largest, expert_bytes, num_expert)
+    return RankShare(weights, state, num_trained, *gathered)
 
 
 def rank_shares(work: Workload, stage: Stage) -> list[tuple[RankShare, int]]:

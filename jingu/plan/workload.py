@@ -55,6 +55,11 @@ class Weight:
     kv_heads: int = 1
     is_stored: bool = False
 
+    @property
+    def is_expert(self) -> bool:
+        """Whether ranks of `expert` divide it."""
+        return bool(self.dims) and self.dims[0].kind == "experts"
+
     def itemsize(self, software: Software) -> float:
         """Return the bytes of an element on a rank."""
         if isinstance(self.storage, int | float):
@@ -82,7 +87,7 @@ class Weight:
             return local, local
         shape = self.cut(tensor, expert)
         dim = 0
-        if self.dims and self.dims[0].kind == "experts":
+        if self.is_expert:
             # If ZeRO's ranks do not divide the number of experts, it shards them by rows.
             ranks //= expert
             by_rows = self.shape[1] % (ranks * (tensor if self.dims[-1].dim == 1 else 1)) == 0

@@ -12,9 +12,9 @@ from jingu.model.resolve import find_preset
 from jingu.parallel.mesh import AxisSizes
 from jingu.plan import timeline
 from jingu.plan.collectives import ALL_TO_ALL_SPEED
-from jingu.plan.machine import Efficiency, find_machine
+from jingu.plan.machine import Efficiency, Machine, find_machine
 from jingu.plan.software import Software
-from jingu.plan.step_time import StageTime, idle_share, stage_time, step_time
+from jingu.plan.step_time import CONTENTION, StageTime, data_time, idle_share, stage_time, step_time
 from jingu.plan.timeline import simulate_pipeline
 from jingu.plan.workload import Workload, model_sizes
 
@@ -192,3 +192,38 @@ def test_stages_of_a_rank_take_as_long_as_their_parts(schedule: str) -> None:
     assert sum(seconds[stage] for stage in pair) == pytest.approx(both)
     # 32 blocks and a head cannot be divided equally over 8 stages.
     assert max(seconds.values()) > 1.2 * min(seconds.values())
+
+
+def test_only_ranks_with_the_same_experts_exchange_their_weights_and_gradients() -> None:
+    """With all experts over all ranks, the remaining weights alone travel; over half of them, pairs share experts."""
+    model = model_sizes(find_preset("mixtral-8x7b"), 2)
+    machine = MACHINE.model_copy(update={"efficiency": Efficiency(hop_us=1e-9)})
+
+    def gather_seconds(expert: int, ranks: int = 8) -> float:
+        work = Workload(model, AxisSizes(1, 1, ranks, 1, 1, expert), ParallelSettings(expert=expert), 4096, 1, 1)
+        return data_time(work, work.stages[0], machine).gather
+
+    rate = machine.link_gbs * machine.efficiency.link * 1e9
+    # Three matrices of 4,096 × 14,336 in each of 8 experts of 32 layers, in bf16.
+    experts = 2 * 32 * 8 * 3 * 4096 * 14336
+    others = gather_seconds(8)
+    assert gather_seconds(1) - others == pytest.approx(experts * 7 / 8 / rate)
+    assert gather_seconds(4) - others == pytest.approx(experts / 4 / 2 / rate)
+    # On two nodes, a ring that exchanges experts has one network card, and one of all ranks has eight.
+    network = machine.nic_gbs * machine.efficiency.nic * 1e9
+    others = gather_seconds(1, ranks=16) - experts * 15 / 16 / (8 * network)
+    assert gather_seconds(8, ranks=16) - others == pytest.approx(experts / 8 / 2 / network)
+
+
+def test_communication_across_nodes_slows_computation_down_less_than_within_a_node() -> None:
+    model = model_sizes(find_preset("llama-3-8b"), 2)
+    slow = MACHINE.model_copy(update={"nic_gbs": 1.0})
+
+    def contention(ranks: int, machine: Machine) -> float:
+        work = Workload(model, AxisSizes(1, 1, ranks, 1, 1, 1), ParallelSettings(), 4096, 1, 1)
+        return data_time(work, work.stages[0], machine).contention
+
+    assert contention(8, slow) == pytest.approx(CONTENTION, rel=0.02)
+    of_links = 8 * slow.nic_gbs * slow.efficiency.nic / (slow.link_gbs * slow.efficiency.link)
+    assert contention(16, slow) == pytest.approx(CONTENTION * of_links * 16 / 15, rel=0.02)
+    assert contention(1, slow) == 0.0
