@@ -80,7 +80,8 @@ def test_ranks_divide_the_documents(
     assert ranks.run(count_contexts, 1, tiny_run(changes, name="alone")) == [7]
     assert ranks.run(count_contexts, world, tiny_run({**changes, **divided}, name="divided")) == contexts
     one, many = (measures(done(tiny_run(name=name))) for name in ("alone", "divided"))
-    assert one == many and len(one) == 11
+    # Ranks of `tensor` sum parts of each number, so that its last digit may differ.
+    assert many == (pytest.approx(one, rel=1e-12, abs=1e-15) if "tensor" in layout else one) and len(one) == 11
 
 
 def measures(files: Done) -> dict[str, float]:

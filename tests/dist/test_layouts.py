@@ -302,9 +302,11 @@ def test_context(model, ranks):
 @models("llama")
 def test_context_in_a_ring(model, ranks):
     """More context-parallel ranks than heads: a ring without documents, gathered keys with them."""
-    spec = replace_fields(
-        MODELS[model], attention=MODELS[model].attention.model_copy(update={"num_heads": 2, "num_kv_heads": 1})
-    )
+    spec = MODELS[model]
+    # Latent attention has a key for each head, and the layers of a kind may have heads of their own.
+    heads = {"num_heads": 2, "num_kv_heads": 2 if spec.attention.latent else 1}
+    kinds = {kind: {k: v for k, v in fields.items() if "heads" not in k} for kind, fields in spec.layer_kinds.items()}
+    spec = replace_fields(spec, attention=spec.attention.model_copy(update=heads), layer_kinds=kinds)
     layouts = [
         {"context": 4},
         {"context": 2, "tensor": 2, "zero_stage": 3},

@@ -62,6 +62,17 @@ def test_corrections_follow_the_loads_and_survive_a_restart_and_an_export(tiny_r
         assert torch.equal(model.read(name.removeprefix("model/")), tensor)
 
 
+def test_stages_of_a_pipeline_report_the_largest_correction_of_all(tiny_run, train_on, done):
+    """Corrections of the first stage, which writes the log, are frozen."""
+    changes = {**ROUTER, "model.experts.correction_rate": 1e-3, "train.steps": 3}
+    changes |= {"tune.type": "full", "tune.freeze": ["blocks.0.feed_forward.correction.*"]}
+    one, two = tiny_run(changes, name="one"), tiny_run({**changes, "parallel.pipeline": 2}, name="two")
+    train_on(1, one)
+    train_on(2, two)
+    assert done(two).column("max_correction") == done(one).column("max_correction")
+    assert done(one).column("max_correction")[-1] > 0
+
+
 def test_adapters_leave_corrections_alone(tiny_run, done):
     config = tiny_run({**ROUTER, "model.experts.correction_rate": 1e-2, "train.steps": 2}, name="full")
     assert train(config) == 0
