@@ -22,7 +22,7 @@ from jingu.evaluate.held_out import training_tasks
 from jingu.evaluate.statistics import holm
 from jingu.evaluate.task_metrics import MetricResult
 from jingu.formats.models import open_adapter_run
-from jingu.formats.provenance import read_provenance
+from jingu.formats.provenance import read_provenance, run_of
 from jingu.formatting import format_score, print_table
 from jingu.infer.distributed import inference_ranks
 from jingu.infer.generate import InferenceOptions
@@ -88,7 +88,8 @@ def _open_runs(runs: Sequence[Path]) -> tuple[dict[str, Path], Path]:
         what = f"these runs started from different models: {join_words([*map(str, bases.values())], 'and')}."
         raise JinguError(what, where=", ".join(map(str, runs)), fix="Compare prompts of one model.")
     paths = [*bases.values(), *runs]
-    models = {model_name(path): path for path in paths}
+    # A run that started from another one started from a checkpoint of it.
+    models = {model_name(run_of(path)): path for path in paths}
     if len(models) < len(paths):
         where = ", ".join(map(str, paths))
         raise JinguError("two of the models have the same name.", where=where, fix="Give runs with different names.")

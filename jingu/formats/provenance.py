@@ -15,10 +15,15 @@ RECORD_NAME = "provenance.json"
 Record = dict[str, Any]
 
 
+def run_of(model: Path) -> Path:
+    """Return the run of a checkpoint's folder; any other folder itself."""
+    step = model.absolute()
+    return step.parent.parent if step.parent.name == "checkpoints" else model
+
+
 def read_provenance(model: Path) -> Record | None:
     """Return the record of a run, of a step (that of its run), or of an exported folder; None if there is none."""
-    step = model.absolute()
-    for folder in (model, *([step.parent.parent] if step.parent.name == "checkpoints" else [])):
+    for folder in dict.fromkeys((model, run_of(model))):
         if (folder / RECORD_NAME).is_file():
             return read_json(folder / RECORD_NAME, "Restore the file, or delete it to forget the training data.")
     return None

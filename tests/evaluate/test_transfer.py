@@ -75,7 +75,8 @@ def test_table_of_prompts_and_tasks(
 
     # 4. Runs that cannot be compared.
     assert main(["evaluate", "transfer", str(runs / "MODEL"), "--tasks", "birds", *arguments]) == 2
-    run_on(tiny_run, tmp_path / "mixture.yaml", "other", runs / "MODEL" / "checkpoints" / "step-00000001", tune=PROMPT)
+    run_on(tiny_run, tmp_path / "mixture.yaml", "SECOND")
+    run_on(tiny_run, tmp_path / "mixture.yaml", "other", runs / "SECOND", tune=PROMPT)
     assert main(["evaluate", "transfer", str(runs / "birds"), str(runs / "other"), "--tasks", "birds"]) == 2
     assert main(["evaluate", "transfer", str(runs / "birds"), str(runs / "birds"), "--tasks", "birds"]) == 2
     errors = capsys.readouterr().err
