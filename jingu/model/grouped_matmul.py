@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.model.matmul_kernels import matmul_into
-from jingu.model.quantized_weight import FrozenWeight, dequantize
+from jingu.model.quantized_weight import FrozenWeight, dequantize, num_columns
 from jingu.model.spec import QuantizationFormat
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -99,6 +99,18 @@ def _backward(ctx: Any, upstream_NO: Tensor) -> tuple[Tensor | None, Tensor | No
 grouped_matmul.register_autograd(_backward, setup_context=_keep)
 
 
+@torch.library.custom_op("jingu::grouped_matmul_packed", mutates_args=())
+def _multiply_packed(x_NO: Tensor, values: Tensor, scales: Tensor, kind: str, ends_G: Tensor) -> Tensor:
+    """Return each row times the quantized matrix of its group, which is not transposed: see `multiply_packed`."""
+    whole_GOI = dequantize(values, scales, kind).to(x_NO.dtype)  # type: ignore[arg-type]
+    return grouped_matmul(x_NO.contiguous(), whole_GOI.transpose(1, 2), ends_G)
+
+
+@_multiply_packed.register_fake
+def _(x_NO: Tensor, values: Tensor, scales: Tensor, kind: str, ends_G: Tensor) -> Tensor:
+    return x_NO.new_empty(len(x_NO), num_columns(values, kind))
+
+
 class QuantizedGroupedMatmul(torch.autograd.Function):
     """`grouped_matmul` with frozen quantized matrices. Forward and backward both dequantize them, to save memory."""
 
@@ -113,8 +125,7 @@ class QuantizedGroupedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         values, scales, ends_G = ctx.saved_tensors
-        whole_GOI = dequantize(values, scales, ctx.kind).to(upstream[0].dtype)
-        return grouped_matmul(upstream[0].contiguous(), whole_GOI.transpose(1, 2), ends_G), None, None, None, None
+        return _multiply_packed(upstream[0], values, scales, ctx.kind, ends_G), None, None, None, None
 
 
 class StoredGroupedMatmul(torch.autograd.Function):

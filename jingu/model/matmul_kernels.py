@@ -24,6 +24,7 @@ from jingu.model.quantized_weight import (
     PromptRows,
     QuantizedWeight,
     dequantize,
+    num_columns,
 )
 from jingu.model.spec import QuantizationFormat
 
@@ -91,8 +92,7 @@ def linear(
         return y if bias is None else y + bias.to(x.dtype)
     if isinstance(weight, FrozenWeight):
         if torch.is_grad_enabled():
-            product: Tensor = _StoredLinear.apply(x, bias, weight)
-            return product
+            return _multiply_stored(x, bias, weight)
         weight = weight.whole()
     # Plain weights. For batch invariance, pad the rows, then the outputs.
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -173,6 +173,20 @@ def dot_product_attention(
     return y.to(dtype)
 
 
+@torch.library.custom_op("jingu::multiply_packed", mutates_args=())
+def multiply_packed(x: Tensor, values: Tensor, scales: Tensor, kind: str) -> Tensor:
+    """Return `x` times a quantized matrix, which is not transposed, as one operation for the compiler.
+
+    If it saw that forward and backward pass dequantize the same matrix, it would keep the result between them.
+    """
+    return matmul(x, dequantize(values, scales, kind).to(x.dtype))  # type: ignore[arg-type]
+
+
+@multiply_packed.register_fake
+def _(x: Tensor, values: Tensor, scales: Tensor, kind: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], num_columns(values, kind))
+
+
 class _PackedLinear(torch.autograd.Function):
     """Multiply by a frozen quantized matrix. Forward and backward both dequantize it, to save memory."""
 
@@ -185,8 +199,7 @@ class _PackedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         values, scales = ctx.saved_tensors
-        whole = dequantize(values, scales, ctx.kind).to(upstream[0].dtype)
-        return matmul(upstream[0], whole), None, None, None
+        return multiply_packed(upstream[0], values, scales, ctx.kind), None, None, None
 
 
 class _StoredLinear(torch.autograd.Function):
@@ -202,6 +215,13 @@ class _StoredLinear(torch.autograd.Function):
         wants_x, wants_bias, _ = ctx.needs_input_grad
         gradient_x = matmul(upstream[0], ctx.weight.whole().to(upstream[0].dtype)) if wants_x else None
         return gradient_x, upstream[0].flatten(0, -2).sum(0) if wants_bias else None, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _multiply_stored(x: Tensor, bias: Tensor | None, weight: FrozenWeight) -> Tensor:
+    # Compiled code would keep the dequantized matrix: see `multiply_packed`.
+    product: Tensor = _StoredLinear.apply(x, bias, weight)
+    return product
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

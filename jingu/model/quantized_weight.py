@@ -458,6 +458,11 @@ def dequantize(values: Tensor, scales: Tensor, kind: QuantizationFormat) -> Tens
     return whole
 
 
+def num_columns(values: Tensor, kind: str) -> int:
+    """Return the number of inputs of a matrix in a format."""
+    return values.shape[-1] * (2 if kind in ("int4", "nf4") else 1)
+
+
 def _unpack_nibbles(values: Tensor) -> Tensor:
     return torch.stack([values & 15, values >> 4], -1).flatten(-2)
 

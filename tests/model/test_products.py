@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from jingu.model import matmul_kernels
+from jingu.model.grouped_matmul import QuantizedGroupedMatmul, StoredGroupedMatmul
 from jingu.model.matmul_kernels import dot_product_attention, linear, matmul
+from jingu.model.quantized_weight import FrozenWeight, QuantizedWeight, StoredWeight, quantize
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -74,3 +76,54 @@ def test_other_dtypes_are_left_to_torch(dtype: torch.dtype) -> None:
     x, weight = (torch.randn(3, 3, dtype=dtype) for _ in range(2))
     assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
     assert torch.equal(matmul(x, weight), x @ weight)
+
+
+def frozen_matrix(kind: str, *shape: int) -> FrozenWeight:
+    """A matrix in a format of jingu, or as another tool has stored it."""
+    wide_matrix = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    values, scales = quantize(wide_matrix, "int8" if kind == "stored" else kind)
+    if kind == "stored":
+        factors = scales.view(torch.bfloat16).float()
+        whole = values.float() * factors
+        return StoredWeight(wide_matrix.shape, lambda n: whole + 0 if n is None else whole[n] + 0, lambda: [values])
+    weight = QuantizedWeight(kind, shape)
+    weight.values.data.copy_(values)
+    weight.scales.data.copy_(scales)
+    return weight
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4", "fp8", "stored"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["dense", "experts"])
+def test_compiled_code_does_not_keep_dequantized_matrices(kind: str, grouped: bool) -> None:
+    """Between forward and backward pass, which both dequantize them: the memory that quantization saves."""
+    shape = (3, 192, 128) if grouped else (192, 128)
+    weight = frozen_matrix(kind, *shape)
+    ends = torch.tensor([10, 20, 32], dtype=torch.int32)
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        if not grouped:
+            return linear(x, weight)
+        if isinstance(weight, QuantizedWeight):
+            return QuantizedGroupedMatmul.apply(x, weight.values, weight.scales, kind, ends)
+        return StoredGroupedMatmul.apply(x, weight, shape[1], ends)
+
+    def branch(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(multiply(x @ a)).sum()
+
+    saved: list[torch.Size] = []
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        saved.extend([tensor.shape] * tensor.is_floating_point())
+        return tensor
+
+    gradients = []
+    torch.compiler.reset()
+    for function in (branch, torch.compile(branch, backend="aot_eager_decomp_partition")):
+        x, a = operands(torch.float32, (32, 128), (128, 128))
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+            result = function(x, a)
+        result.backward()
+        gradients.append(a.grad)
+        assert saved and not any(size[-2:] in (shape[-2:], shape[:-3:-1]) for size in saved), saved
+    torch.testing.assert_close(gradients[1], gradients[0])
