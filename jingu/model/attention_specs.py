@@ -187,12 +187,13 @@ class AttentionSpec(Component):
         rows["kv"] = ModuleRow((self.num_heads * head, latent.rank), "heads")
         return rows
 
-    def saved_bytes(self, norm: Norm, size: float) -> float:
+    def saved_bytes(self, norm: Norm, size: float, *, is_compiled: bool = False) -> float:
         """Return the bytes per token that attention saves beside its input.
 
         Args:
             norm: the norm of the layer.
             size: bytes of the compute dtype.
+            is_compiled: whether the block is compiled.
         """
         wide = max(size, 4.0)
         values = self.num_heads * self.value_size
@@ -209,21 +210,23 @@ class AttentionSpec(Component):
         latent = self.latent
         if latent is not None:
             ranks = [latent.rank, *([] if latent.query_rank is None else [latent.query_rank])]
-            saved += sum(self.latent_norm().saved_bytes(rank, 1, size) + rank * size for rank in ranks)
+            saved += sum(
+                self.latent_norm().saved_bytes(rank, 1, size, is_compiled=is_compiled) + rank * size for rank in ranks
+            )
             if size >= 4:
                 saved += self.joined_bytes(size)
         if self.qk_norm:
             heads = self.num_heads + (0 if self.shares_kv else self.num_kv_heads)
             groups = 2 if self.qk_norm_width == "all_heads" else heads
-            if self.qk_norm_width == "each_head" and isinstance(norm, LayerNorm):
+            if self.qk_norm_width == "each_head" and isinstance(norm, LayerNorm) and not is_compiled:
                 # Computed in at least fp32; the results before the multiplication with the weights are saved, too.
                 saved += norm.saved_bytes(heads * self.head_dim, groups, wide) + heads * self.head_dim * wide
             else:
-                saved += self.head_norm(norm).saved_bytes(heads * self.head_dim, groups, size)
+                saved += self.head_norm(norm).saved_bytes(heads * self.head_dim, groups, size, is_compiled=is_compiled)
         value_norm = self.own_value_norm(norm)
         if value_norm is not None and not self.shares_kv:
             values = self.num_kv_heads * self.value_size
-            saved += value_norm.saved_bytes(values, self.num_kv_heads, size)
+            saved += value_norm.saved_bytes(values, self.num_kv_heads, size, is_compiled=is_compiled)
             # Unless they are cast, keys and values have the same input.
             saved -= values * size if self.values_are_keys and self.qk_norm and size >= 4 else 0.0
         return saved
@@ -242,10 +245,13 @@ class AttentionSpec(Component):
         """Whether scores are computed one by one, since no kernel of PyTorch has them."""
         return self.softcap is not None or self.sinks
 
-    def score_bytes(self, size: float) -> float:
+    def score_bytes(self, size: float, *, is_compiled: bool = False) -> float:
         """Return the bytes that are saved for each score of a head: none with the kernels of PyTorch."""
         if not self.stores_scores:
             return 0.0
+        if is_compiled and not self.sinks:
+            # The scores and the probabilities, from which the others are computed again.
+            return 2 * size
         # The results of tanh and of softmax, and the probabilities in the compute dtype.
         return (1 + (self.softcap is not None)) * max(size, 4.0) + (size if size < 4 else 0.0)
 

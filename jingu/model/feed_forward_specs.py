@@ -32,16 +32,17 @@ class FeedForwardBase(Component):
         """
         raise NotImplementedError
 
-    def saved_bytes(self, width: int, size: float) -> float:
+    def saved_bytes(self, width: int, size: float, *, is_compiled: bool = False) -> float:
         """Return the bytes per token that the feed-forward saves for its backward pass, beside its input.
 
         Args:
             width: the hidden size.
             size: bytes of the compute dtype.
+            is_compiled: whether the block is compiled.
         """
         raise NotImplementedError
 
-    def routed_bytes(self, width: int, size: float) -> float:
+    def routed_bytes(self, width: int, size: float, *, is_compiled: bool = False) -> float:
         """Return the part of `saved_bytes` that moves tokens to experts and back."""
         return 0.0
 
@@ -59,8 +60,14 @@ class FeedForwardBase(Component):
         return None
 
 
-def _activation_bytes(part: PlainFeedForward | GatedFeedForward, size: float, gates: int) -> float:
+def _activation_bytes(
+    part: PlainFeedForward | GatedFeedForward, size: float, gates: int, *, is_compiled: bool = False
+) -> float:
     # The input (for ReLU, the output) of the activation, both factors of the gate, and the input of the last matmul.
+    # Compiled code computes the activation again, and needs only the signs of the inputs of a ReLU.
+    if is_compiled:
+        is_relu = part.activation == "relu" and not gates
+        return part.intermediate_size * (size + 1 if is_relu else (gates + 2) * size)
     tensors = 2 * gates + 1 + (part.activation != "relu")
     # xIELU saves three more tensors and a mask.
     extra = 3 * size + 1 if part.activation == "xielu" else 0.0
@@ -86,8 +93,8 @@ class PlainFeedForward(FeedForwardBase):
             **{name: ModuleRow((1,), initial=number) for name, number in numbers.items()},
         }
 
-    def saved_bytes(self, width: int, size: float) -> float:
-        return _activation_bytes(self, size, gates=0)
+    def saved_bytes(self, width: int, size: float, *, is_compiled: bool = False) -> float:
+        return _activation_bytes(self, size, 0, is_compiled=is_compiled)
 
 
 class GatedFeedForward(FeedForwardBase):
@@ -111,8 +118,8 @@ class GatedFeedForward(FeedForwardBase):
         matrices = {name: ModuleRow((size, width), "column", self.bias) for name in ("gate", "up")}
         return {**matrices, "down": ModuleRow((width, size), "row", self.bias, std=std)}
 
-    def saved_bytes(self, width: int, size: float) -> float:
-        return _activation_bytes(self, size, gates=1)
+    def saved_bytes(self, width: int, size: float, *, is_compiled: bool = False) -> float:
+        return _activation_bytes(self, size, 1, is_compiled=is_compiled)
 
 
 class NoFeedForward(FeedForwardBase):
@@ -123,7 +130,7 @@ class NoFeedForward(FeedForwardBase):
     def rows(self, width: int, std: float | None = None) -> dict[str, ModuleRow]:
         return {}
 
-    def saved_bytes(self, width: int, size: float) -> float:
+    def saved_bytes(self, width: int, size: float, *, is_compiled: bool = False) -> float:
         return 0.0
 
 
@@ -361,10 +368,13 @@ class Experts(FeedForwardBase):
         size = self.num_experts_per_token * self.intermediate_size
         return self._alike(size + (self.shared_intermediate_size or 0) + (self.parallel_intermediate_size or 0))
 
-    def routed_bytes(self, width: int, size: float) -> float:
+    def routed_bytes(self, width: int, size: float, *, is_compiled: bool = False) -> float:
         # The permuted rows before and behind the experts, and the sum that is projected from the latent space.
         rows = self.num_experts_per_token
-        total = (rows * 2.0 * (self.latent_size or width) + (self.latent_size or 0)) * size
+        # Weighted inputs are computed again by compiled code, and the outputs are not weighted then.
+        weights_inputs = isinstance(self.router, TopKRouter) and self.router.weights_inputs
+        copies = 1.0 if is_compiled and weights_inputs else 2.0
+        total = (rows * copies * (self.latent_size or width) + (self.latent_size or 0)) * size
         # Logits and scores of the router in at least fp32; of each choice its weight, its expert and two places.
         total += 12.0 * self.num_experts + rows * (28.0 + size)
         if size < 4:
@@ -372,21 +382,24 @@ class Experts(FeedForwardBase):
             # they are not saved themselves.
             reads_states = self.shared_intermediate_size or self.parallel_intermediate_size or self.latent_size
             total += (4.0 if reads_states else 4.0 - size) * width
-            total += 4.0 * width * (isinstance(self.router, TopKRouter) and self.router.own_norm)
+            total += 4.0 * width * (isinstance(self.router, TopKRouter) and self.router.own_norm and not is_compiled)
         # The score of the shared expert multiplies its output.
         total += width * size if self.shared_expert_gate else 0.0
         # Biases are multiplied by which expert a row belongs to.
         total += (2 + self.gated) * rows * self.num_experts * size if self.bias else 0.0
         return total
 
-    def saved_bytes(self, width: int, size: float) -> float:
-        saved = self.dense_equivalent().saved_bytes(width, size) + self.routed_bytes(width, size)
-        if self.clamped_gate is not None:
+    def saved_bytes(self, width: int, size: float, *, is_compiled: bool = False) -> float:
+        saved = self.dense_equivalent().saved_bytes(width, size, is_compiled=is_compiled)
+        saved += self.routed_bytes(width, size, is_compiled=is_compiled)
+        if self.clamped_gate is not None and not is_compiled:
             # Both factors before they are clamped, and the sigmoid.
             saved += 3 * self.num_experts_per_token * self.intermediate_size * size
         # With a dense feed-forward beside them, the experts have a norm and inputs of their own.
         has_norm = self.parallel_intermediate_size is not None
-        return saved + (self.input_norm().saved_bytes(width, 1, size) + width * size) * has_norm
+        return (
+            saved + (self.input_norm().saved_bytes(width, 1, size, is_compiled=is_compiled) + width * size) * has_norm
+        )
 
 
 FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts | NoFeedForward, Field(discriminator="type")]

@@ -31,11 +31,12 @@ class NormBase(Component):
         """Return the norm without its bias, or itself if it has none."""
         return self
 
-    def saved_bytes(self, width: int, groups: int, size: float) -> float:
+    def saved_bytes(self, width: int, groups: int, size: float, *, is_compiled: bool = False) -> float:
         """Return the bytes per token that the norm over `groups` groups of together `width` elements saves.
 
         Args:
             size: bytes of the compute dtype.
+            is_compiled: whether it is compiled.
         """
         raise NotImplementedError
 
@@ -60,8 +61,10 @@ class RmsNorm(NormBase):
     def without_weight(self) -> Self:
         return self.model_copy(update={"has_weight": False})
 
-    def saved_bytes(self, width: int, groups: int, size: float) -> float:
+    def saved_bytes(self, width: int, groups: int, size: float, *, is_compiled: bool = False) -> float:
         wide = max(size, 4.0)
+        if is_compiled:
+            return width * size + groups * wide
         # Inputs, and results before the multiplication with the weight, in at least fp32.
         return (1 + self.has_weight) * width * wide + groups * wide
 
@@ -80,7 +83,7 @@ class LayerNorm(NormBase):
     def without_bias(self) -> Self:
         return self.model_copy(update={"bias": False})
 
-    def saved_bytes(self, width: int, groups: int, size: float) -> float:
+    def saved_bytes(self, width: int, groups: int, size: float, *, is_compiled: bool = False) -> float:
         return width * size + 2 * groups * max(size, 4.0)
 
 

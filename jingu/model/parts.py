@@ -142,7 +142,9 @@ def _stack(spec: ModelSpec, layers: tuple[LayerSpec, ...], *, has_source: bool) 
 # Costs
 
 
-def saved_bytes(spec: ModelSpec, layer: LayerSpec, size: float, stacks: int | None = None) -> float:
+def saved_bytes(
+    spec: ModelSpec, layer: LayerSpec, size: float, stacks: int | None = None, *, is_compiled: bool = False
+) -> float:
     """Return the bytes per token that autograd saves in a block whose parameters are all trained.
 
     A mixture of experts counts as a feed-forward of the size that a token uses, plus the permuted rows.
@@ -150,6 +152,7 @@ def saved_bytes(spec: ModelSpec, layer: LayerSpec, size: float, stacks: int | No
     Args:
         size: bytes of the compute dtype.
         stacks: stacks of blocks that a block attends to; None: as many as one of the decoder.
+        is_compiled: whether the block is compiled. Then it computes again what is no result of a matmul.
     """
     assert layer.mixer is None and not isinstance(layer.feed_forward, NoFeedForward)
     width = spec.hidden_size
@@ -159,23 +162,28 @@ def saved_bytes(spec: ModelSpec, layer: LayerSpec, size: float, stacks: int | No
     branches = ["attention"] * stacks + ["feed_forward"]
     norms = sum(sum(norm_places(layer, branch)) for branch in branches)
     inputs = stacks + 1 - (layer.block_order == "parallel_one_norm")
-    saved = norms * layer.norm.saved_bytes(width, 1, size) + inputs * width * size
+    saved = norms * layer.norm.saved_bytes(width, 1, size, is_compiled=is_compiled) + inputs * width * size
     if layer.block_order == "parallel" and isinstance(layer.norm, LayerNorm):
         saved -= width * size  # both norms save the same input
-    saved += stacks * layer.attention.saved_bytes(layer.norm, size)
+    if is_compiled and all(norm_places(layer, "feed_forward")) and layer.block_order == "sequential":
+        # The input of the feed-forward's norm is the sum of the block's input and of a norm's result.
+        saved -= width * size
+    saved += stacks * layer.attention.saved_bytes(layer.norm, size, is_compiled=is_compiled)
     if spec.per_layer_inputs is not None:
         # The hidden states, the gate before and behind its activation, its factor, and the product; and what computes
         # the inputs.
-        saved += (width + 4 * spec.per_layer_inputs) * size + layer.norm.saved_bytes(width, 1, size)
-        saved += spec.norm.saved_bytes(spec.per_layer_inputs, 1, size)
+        saved += (width + 4 * spec.per_layer_inputs) * size + layer.norm.saved_bytes(
+            width, 1, size, is_compiled=is_compiled
+        )
+        saved += spec.norm.saved_bytes(spec.per_layer_inputs, 1, size, is_compiled=is_compiled)
     if layer.feed_forward.parallel_branch() is not None:
-        saved += 2 * layer.norm.saved_bytes(width, 1, size)
-    return saved + layer.feed_forward.saved_bytes(width, size)
+        saved += 2 * layer.norm.saved_bytes(width, 1, size, is_compiled=is_compiled)
+    return saved + layer.feed_forward.saved_bytes(width, size, is_compiled=is_compiled)
 
 
-def score_bytes(layer: LayerSpec, size: float) -> float:
+def score_bytes(layer: LayerSpec, size: float, *, is_compiled: bool = False) -> float:
     """Return the bytes that a layer saves for each attention score of a head."""
-    return layer.attention.score_bytes(size) if layer.has_attention else 0.0
+    return layer.attention.score_bytes(size, is_compiled=is_compiled) if layer.has_attention else 0.0
 
 
 def attended_tokens(layer: LayerSpec, sequence: int) -> float:

@@ -34,7 +34,7 @@ def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, 
         return 0.0, 0.0, 0.0
     tokens, hidden = work.tokens / sizes.tensor, spec.hidden_size
     input_bytes = (tokens if soft.sequence_parallel else work.tokens) * hidden * soft.compute_bytes
-    total, inputs = tokens * saved_bytes(block, work), 0.0
+    total, inputs = tokens * saved_bytes(block, work, is_compiled=work.is_compiled), 0.0
     others = work.tokens - tokens
     if not soft.sequence_parallel:
         # Norms, residuals and dropout are replicated on the ranks of `tensor` (Korthikanti et al., 2022, equation 2).
@@ -51,7 +51,11 @@ def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, 
         # Selective checkpointing saves all tokens of the partial sums that they reduce, and their part of the sums.
         inputs = soft.saved_matmuls * (others * states + rows) + tokens * states
     heads = layer.attention.num_heads
-    of_score = score_bytes(layer, soft.compute_bytes) if soft.fused_attention else soft.saved_scores
+    of_score = (
+        score_bytes(layer, soft.compute_bytes, is_compiled=work.is_compiled)
+        if soft.fused_attention
+        else soft.saved_scores
+    )
     if soft.stores_biased_scores and isinstance(layer.position, RelativeBias):
         of_score = max(4.0, soft.compute_bytes)
     scores = of_score * heads / sizes.tensor * work.tokens * work.sequence
@@ -63,13 +67,22 @@ def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, 
     return total + scores, min(selective, total + scores), input_bytes
 
 
-def saved_bytes(block: BlockSizes, work: Workload) -> float:
-    """Return the bytes per token that a block saves for its backward pass, without attention scores."""
+def saved_bytes(block: BlockSizes, work: Workload, *, is_compiled: bool) -> float:
+    """Return the bytes per token that a block saves for its backward pass, without attention scores.
+
+    Args:
+        is_compiled: whether it is compiled.
+    """
     soft, layer = work.software, block.layer
     if soft.saved_per_hidden:
         return soft.saved_per_hidden * work.spec.hidden_size
-    if layer is None or not soft.flash_attention or not layer.has_attention or score_bytes(layer, soft.compute_bytes):
-        return block.saved_bytes
+    if (
+        layer is None
+        or not soft.flash_attention
+        or not layer.has_attention
+        or score_bytes(layer, soft.compute_bytes, is_compiled=work.is_compiled)
+    ):
+        return block.compiled_bytes if is_compiled else block.saved_bytes
     # The size of a block counts queries, keys and values of all heads in at least fp32, as without a fused kernel. One
     # saves them as they are, padded to one size, and a number for each row of scores.
     part, size = layer.attention, soft.compute_bytes
@@ -83,7 +96,8 @@ def saved_bytes(block: BlockSizes, work: Workload) -> float:
         narrow += part.num_heads * largest * size
     # Kernels that store biased scores save the others as without fusion.
     stores_scores = soft.stores_biased_scores and isinstance(layer.position, RelativeBias)
-    return block.saved_bytes + (block.num_attention - stores_scores) * (narrow - wide)
+    saved = block.compiled_bytes if is_compiled else block.saved_bytes
+    return saved + (block.num_attention - stores_scores) * (narrow - wide)
 
 
 def backward_bytes(block: BlockSizes, work: Workload) -> float:
@@ -118,10 +132,10 @@ def backward_bytes(block: BlockSizes, work: Workload) -> float:
         # Gradients of biases, and of the encoder's states, are sums over blocks.
         total += max(4.0, soft.compute_bytes) * layer.attention.num_heads * work.sequence**2 / work.sizes.context
         total += soft.compute_bytes * tokens * hidden
-    if norm_places(layer, "feed_forward")[1]:
+    if norm_places(layer, "feed_forward")[1] and not work.is_compiled:
         # A norm behind the feed-forward comes first, while all that the block has saved exists.
         total = max(total, soft.compute_bytes * tokens * hidden + norm_gradients(work, 1 + (soft.compute_bytes < 4)))
-    if soft.fused_attention and score_bytes(layer, soft.compute_bytes):
+    if soft.fused_attention and score_bytes(layer, soft.compute_bytes, is_compiled=work.is_compiled):
         # Two gradients of the scores, while what the feed-forward has saved exists no more.
         scores = 2 * max(4.0, soft.compute_bytes) * layer.attention.num_heads * tokens * work.sequence
         total = max(total, scores - tokens * layer.feed_forward.saved_bytes(hidden, soft.compute_bytes))

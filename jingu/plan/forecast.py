@@ -179,8 +179,8 @@ def run_workload(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: Bat
     )
 
 
-def run_software(precision: Precision, *, on_gpu: bool = False) -> Software:
-    """Return jingu's parameters of execution in a precision, on a CPU or a GPU."""
+def run_software(precision: Precision, *, on_gpu: bool = False, is_compiled: bool = False) -> Software:
+    """Return jingu's parameters of execution in a precision, on a CPU or a GPU, with compiled blocks or others."""
     library = Software()
     size, wide = precision.compute.itemsize, max(precision.compute.itemsize, 4)
     # The logits of a chunk, in at least fp32 as well, their softmax, and its gradient in the compute dtype.
@@ -196,10 +196,11 @@ def run_software(precision: Precision, *, on_gpu: bool = False) -> Software:
         allocator_reuse=library.allocator_reuse if on_gpu else 1.0,
         chunk_logits=library.chunk_logits if on_gpu else 2.0**22,
         logit_bytes=library.logit_bytes if on_gpu else logits,
+        compiles_blocks=is_compiled,
     )
 
 
-def gpu_software(settings: PrecisionSettings) -> Software:
+def gpu_software(settings: PrecisionSettings, *, is_compiled: bool) -> Software:
     """Return jingu's parameters of execution on a GPU, in bf16 unless the settings name another precision."""
     masters = 8.0 if settings.type == "fp64" else 4.0
     reduce = masters if settings.reduce == "auto" else _ITEMSIZES.get(settings.reduce, 2.0)
@@ -210,6 +211,7 @@ def gpu_software(settings: PrecisionSettings) -> Software:
         reduce_bytes=reduce,
         compute_bytes=compute,
         state_share=masters / 4,
+        compiles_blocks=is_compiled,
     )
 
 
@@ -281,7 +283,7 @@ def print_forecast(result: Forecast) -> None:
         f"checkpoint: {format_bytes(figures['checkpoint_bytes'])}, best every "
         f"{format_duration(figures['checkpoint_interval_seconds'])}"
     )
-    print(f"assumed: {describe_software(result.work.software)}")
+    print(f"assumed: {describe_software(result.work.block_software)}")
     machine = result.machine
     if not machine.is_shared:
         more = f", {machine.nic_gbs:,.4g} GB/s to other nodes" if result.work.ranks > machine.gpus_per_node else ""
@@ -314,8 +316,11 @@ def describe_software(software: Software) -> str:
     )
     loss = "the logits of all tokens at once" if software.whole_logits else "logits in chunks"
     overlap = f"communication beside {software.overlap:.0%} of the computation" if software.overlap else "no overlap"
+    blocks = "compiled blocks" if software.compiles_blocks else "blocks that are not compiled"
     launches = "" if software.hides_launches else ", launches that wait for the GPU"
-    text = f"the kernels and the engine of {software.name} ({attention}, {tensor}, {loss}, {overlap}{launches})"
+    text = (
+        f"the kernels and the engine of {software.name} ({attention}, {blocks}, {tensor}, {loss}, {overlap}{launches})"
+    )
     return f"{text}; --software changes them"
 
 

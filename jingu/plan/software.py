@@ -28,6 +28,8 @@ class Software:
             to the device; on a CPU they stay where they are.
         fused_attention: whether attention never stores its scores.
         flash_attention: whether fused attention saves queries, keys and values as they are, as on GPUs.
+        compiles_blocks: whether blocks are compiled, so that they compute again what is no result of a matmul; never
+            those whose backward pass a pipeline schedule splits.
         attention_speed: speed of attention, relative to the fused kernel of PyTorch, or to two matmuls.
         ampere_attention: whether the kernel of attention is written for Ampere, and slower than matmuls on Hopper.
         saved_scores: bytes stored per score without fused attention.
@@ -35,7 +37,8 @@ class Software:
         sequence_parallel: whether norms and residuals are also sharded over the ranks of `tensor`.
         saved_per_hidden: bytes that a block saves per element of a token's hidden state; 0: count them.
         saved_matmuls: share of the matmuls whose results selective checkpointing saves.
-        traffic: bytes that elementwise operations of a forward pass move, relative to the saved bytes.
+        traffic: bytes that elementwise operations of a forward pass move, relative to the bytes that blocks save which
+            are not compiled; compiled_traffic: the same of compiled blocks.
         whole_logits: whether the logits of all tokens exist at the same time.
         chunk_logits: logits in a chunk of the loss (`jingu/training/loss.py`).
         logit_bytes: bytes of a logit and its gradient, in all dtypes in which they exist.
@@ -70,6 +73,7 @@ class Software:
     offload_copies_weights: bool = True
     fused_attention: bool = True
     flash_attention: bool = True
+    compiles_blocks: bool = True
     attention_speed: float = 1.0
     ampere_attention: bool = False
     saved_scores: float = 5.0
@@ -78,6 +82,7 @@ class Software:
     saved_per_hidden: float = 0.0
     saved_matmuls: float = 1.0
     traffic: float = 1.5
+    compiled_traffic: float = 1.0
     whole_logits: bool = False
     chunk_logits: float = 2.0**27
     logit_bytes: float = 6.0
@@ -101,6 +106,10 @@ class Software:
     allocator_reuse: float = 0.35
     reserved: float = 1.0
 
+    def eager(self) -> Software:
+        """Return the same system with blocks that are not compiled."""
+        return _eager(self) if self.compiles_blocks else self
+
     def changes(self) -> dict[str, Any]:
         """Return the settings that differ from those of jingu, by name."""
         return {
@@ -108,6 +117,12 @@ class Software:
             for field in fields(self)
             if field.name != "name" and getattr(self, field.name) != field.default
         }
+
+
+@cache
+def _eager(software: Software) -> Software:
+    # Cached, because searches use systems as keys.
+    return replace(software, compiles_blocks=False)
 
 
 @cache

@@ -171,7 +171,7 @@ def traffic_bytes(part: BlockSizes, work: Workload) -> float:
     """Return the bytes that elementwise operations of the forward pass of a block move, for one micro-batch."""
     sizes, soft = work.sizes, work.software
     tokens = work.tokens / sizes.tensor
-    result = tokens * saved_bytes(part, work)
+    result = tokens * saved_bytes(part, work, is_compiled=False)
     if not soft.sequence_parallel:
         result += (work.tokens - tokens) * 8 * work.spec.hidden_size * soft.compute_bytes
     result += permutation_bytes(part, work)
@@ -180,7 +180,7 @@ def traffic_bytes(part: BlockSizes, work: Workload) -> float:
         of_score = score_bytes(part.layer, soft.compute_bytes) if soft.fused_attention else soft.saved_scores
         heads = part.layer.attention.num_heads / sizes.tensor
         result += part.num_attention * heads * work.tokens * work.sequence * of_score * 2
-    return soft.traffic * result
+    return (soft.compiled_traffic if work.is_compiled else soft.traffic) * result
 
 
 def permutation_bytes(part: BlockSizes, work: Workload) -> float:
@@ -241,7 +241,7 @@ def _computation(work: Workload) -> Workload:
     """
     sizes, parallel = work.sizes, work.parallel
     key = (sizes.tensor, sizes.context, sizes.expert, parallel.context_method, work.sequence, work.micro_batch)
-    return _shared_computation(work.model, work.software, work.checkpointing, key)
+    return _shared_computation(work.model, work.block_software, work.checkpointing, key)
 
 
 @lru_cache(maxsize=16384)
@@ -548,14 +548,14 @@ def data_seconds(work: Workload, stage: Stage, time: StageTime, data: DataTime, 
     # The first block of a pass cannot overlap.
     first = 1.0 / max(1, stage.num_blocks)
     passes = rounds if zero == 3 else 1
-    seconds = passes * _exposed(gather, first * gather, time.forward * soft.overlap, contention)
+    seconds = passes * _exposed_seconds(gather, first * gather, time.forward * soft.overlap, contention)
     backward = (gather if zero == 3 else 0.0) + reduce
     passes = rounds if zero >= 2 else 1
-    seconds += passes * _exposed(backward, first * reduce, time.backward * soft.overlap, contention)
-    return seconds + _exposed(data.replicas, 0.0, max(0.0, time.backward * soft.overlap - backward), contention)
+    seconds += passes * _exposed_seconds(backward, first * reduce, time.backward * soft.overlap, contention)
+    return seconds + _exposed_seconds(data.replicas, 0.0, max(0.0, time.backward * soft.overlap - backward), contention)
 
 
-def _exposed(seconds: float, least: float, computing: float, contention: float) -> float:
+def _exposed_seconds(seconds: float, least: float, computing: float, contention: float) -> float:
     """Return the seconds that a step takes longer because of communication beside a computation.
 
     Communication that overlaps competes with computation for multiprocessors and memory.

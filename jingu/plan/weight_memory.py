@@ -72,8 +72,8 @@ def rank_share(
             if not weight.is_copy:
                 slots = slots_of(weight.shape, is_in_block=part.num_attention > 0)
                 state += sum(slot.num_bytes(local, 4.0 * soft.state_share) for slot in slots.values())
-    gathered = (gathered_bytes, num_reduced, copy_bytes, num_largest, expert_bytes, num_expert)
-    return RankShare(weights, state, num_trained, *gathered)
+    of_collectives = (gathered_bytes, num_reduced, copy_bytes, num_largest, expert_bytes, num_expert)
+    return RankShare(weights, state, num_trained, *of_collectives)
 
 
 def rank_shares(work: Workload, stage: Stage) -> list[tuple[RankShare, int]]:

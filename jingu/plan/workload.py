@@ -18,7 +18,7 @@ from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.components import LayerSpec
 from jingu.model.feed_forward_specs import Experts, NoFeedForward
 from jingu.model.parameter_table import has_table, parameter_sizes, parameter_table
-from jingu.model.parts import attention_width, kv_heads, saved_bytes
+from jingu.model.parts import attention_width, kv_heads, norm_places, saved_bytes
 from jingu.model.sharding_table import ShardedDim, divided_dims, sharded_dims
 from jingu.model.spec import ModelSpec
 from jingu.model.trainable import is_trained
@@ -108,6 +108,7 @@ class BlockSizes:
         is_causal: whether attention is causal.
         layer: what the block is; None before and after the blocks.
         has_backward: whether it has a backward pass: not if neither it nor any part before it is trained.
+        compiled_bytes: `saved_bytes` of a compiled block.
     """
 
     weights: tuple[Weight, ...] = ()
@@ -117,6 +118,7 @@ class BlockSizes:
     is_causal: bool = True
     layer: LayerSpec | None = None
     has_backward: bool = True
+    compiled_bytes: float = 0.0
 
     @property
     def experts(self) -> Experts | None:
@@ -147,6 +149,16 @@ class Workload:
     @property
     def ranks(self) -> int:
         return prod(self.sizes.shape)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether blocks are compiled."""
+        return self.software.compiles_blocks and not splits_backward(self.parallel, self.sizes.pipeline)
+
+    @property
+    def block_software(self) -> Software:
+        """The software with blocks as they are executed, compiled or not."""
+        return self.software if self.is_compiled else self.software.eager()
 
     @property
     def tokens_per_step(self) -> int:
@@ -346,8 +358,11 @@ def model_sizes(spec: ModelSpec, compute_bytes: float, stored_bytes: float = 0.0
         )
         outputs = sum(_outputs(weight, layer) for weight in weights if weight.is_matmul)
         outputs += num_attention * attention_width(layer)
-        saved = layer_bytes(trainable, layer, compute_bytes, is_causal=is_causal)
-        return _block(weights, saved, outputs, num_attention, is_causal, layer, True)
+        saved, of_compiled = (
+            layer_bytes(trainable, layer, compute_bytes, is_causal=is_causal, is_compiled=is_compiled)
+            for is_compiled in (False, True)
+        )
+        return _block(weights, saved, outputs, num_attention, is_causal, layer, True, of_compiled)
 
     def end(names: Iterable[str]) -> BlockSizes:
         weights = tuple(_weight(parameters[name], name, spec, spec.default_layer, name) for name in names)
@@ -443,17 +458,36 @@ def _outputs(weight: Weight, layer: LayerSpec) -> float:
 
 
 @lru_cache(maxsize=64)
-def layer_bytes(spec: ModelSpec, layer: LayerSpec, compute_bytes: float, *, is_causal: bool) -> float:
+def layer_bytes(
+    spec: ModelSpec, layer: LayerSpec, compute_bytes: float, *, is_causal: bool, is_compiled: bool = False
+) -> float:
     """Return the bytes per token that a block saves for its backward pass: one of the decoder, or not causal."""
     has_formula = layer.mixer is None and not isinstance(layer.feed_forward, NoFeedForward)
     if has_table(spec) and not spec.frozen_parameters and has_formula:
-        return saved_bytes(spec, layer, compute_bytes, None if is_causal else 1)
+        return saved_bytes(spec, layer, compute_bytes, None if is_causal else 1, is_compiled=is_compiled)
     part = layer.feed_forward
     # A layer that shares keys and values cannot stand alone.
     dense = spec.uniform(layer.with_own_kv().model_copy(update={"feed_forward": part.dense_equivalent()}))
-    return part.routed_bytes(spec.hidden_size, compute_bytes) + _count_saved(dense, compute_bytes)
+    saved = part.routed_bytes(spec.hidden_size, compute_bytes) + _count_saved(dense, compute_bytes)
+    if not is_compiled:
+        return saved
+    # Mixers count as they are without a compiler; norms and the feed-forward are compiled.
+    eager, of_compiled = (_common_bytes(spec, layer, compute_bytes, is_compiled=kind) for kind in (False, True))
+    return saved - eager + of_compiled
 
 
+def _common_bytes(spec: ModelSpec, layer: LayerSpec, compute_bytes: float, *, is_compiled: bool) -> float:
+    """Return the bytes per token that norms and the feed-forward of a block save."""
+    branches = ["attention"] + ["feed_forward"] * (not isinstance(layer.feed_forward, NoFeedForward))
+    norms = sum(sum(norm_places(layer, branch)) for branch in branches)
+    width = spec.hidden_size
+    saved = layer.feed_forward.saved_bytes(width, compute_bytes, is_compiled=is_compiled)
+    # Nothing is saved for the gradient of a frozen weight.
+    norm = layer.norm if spec.adapter is None else layer.norm.without_weight()
+    return saved + norms * norm.saved_bytes(width, 1, compute_bytes, is_compiled=is_compiled)
+
+
+@lru_cache(maxsize=64)
 def _count_saved(spec: ModelSpec, compute_bytes: float) -> float:
     """Return the bytes per token that autograd saves in a block, counted with modules on the meta device."""
     from jingu.model.chunked_scan import CHUNK_SIZE

@@ -104,7 +104,8 @@ class PlanCheck:
         seconds = trainer.plan.tokens_per_step / median(self._speeds)
         config, spec, device = trainer.run.config, trainer.run.spec, trainer.ranks.device
         sizes = resolve_axis_sizes(config.parallel, trainer.ranks.world, spec)
-        software = run_software(choose_precision(config.precision, device), on_gpu=device.type != "cpu")
+        precision, on_gpu = choose_precision(config.precision, device), device.type != "cpu"
+        software = run_software(precision, on_gpu=on_gpu, is_compiled=trainer.is_compiled)
         work = run_workload(config, spec, sizes, trainer.plan, software)
         machine = _measured_machine(trainer)
         memory = stage_memory(work, work.stages[0])

@@ -86,7 +86,7 @@ def read_run(run: Path, machine: Machine) -> Measurement:
     dtype = DTYPES["bf16" if start["precision"] == "fp8" else start["precision"]]
     masters = DTYPES["fp64" if start["precision"] == "fp64" else "fp32"]
     precision = Precision(start["precision"], dtype, masters, masters)
-    software = run_software(precision, on_gpu=not machine.is_shared)
+    software = run_software(precision, on_gpu=not machine.is_shared, is_compiled=start.get("compile", False))
     work = run_workload(config, spec, *plan_layout(config, start["ranks"], spec), software)
     machine = machine.with_nodes(start["ranks"] if machine.is_shared else machine.gpus_per_node)
     step_seconds = tuple(start["tokens_per_step"] / speed for speed in speeds)

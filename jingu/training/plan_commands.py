@@ -201,7 +201,11 @@ class PlanRequest:
     def execution(self, machine: Machine) -> Software:
         """Return how the run executes a step on a machine, such as the bytes of its dtypes."""
         config = self.config
-        base = run_software(_precision(config, machine)) if machine.is_shared else gpu_software(config.precision)
+        # `auto` compiles runs of more than some minutes, if there is a compiler, as on GPUs.
+        if machine.is_shared:
+            base = run_software(_precision(config, machine), is_compiled=config.train.compile is True)
+        else:
+            base = gpu_software(config.precision, is_compiled=config.train.compile is not False)
         return find_software(self.software, base)
 
 

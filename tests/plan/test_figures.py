@@ -130,6 +130,7 @@ def interval_of(name: str) -> Callable[[dict[str, Any], Result], Any]:
 SOFTWARE = (
     *("compute_bytes", "gradient_bytes", "weight_bytes", "reduce_bytes", "state_share"),
     *("offload_copies_weights", "stores_biased_scores", "allocator_reuse", "chunk_logits", "logit_bytes"),
+    "compiles_blocks",
 )
 # What each figure must equal, from the whole plan and the run.
 EXPECTED: dict[str, Callable[[dict[str, Any], Result], Any]] = {
