@@ -20,7 +20,7 @@ from jingu.config.sections.train import PrecisionSettings
 from jingu.config.sections.tune import AdapterBase, FullSettings
 from jingu.errors import JinguError, pluralize
 from jingu.formatting import format_bytes, format_rounded, memory_unit, print_table
-from jingu.model.count import count_parameters
+from jingu.model.count import count_parameters, flops_per_token
 from jingu.model.parameter_table import parameter_sizes
 from jingu.model.resolve import find_preset, spec_from_settings
 from jingu.model.spec import ModelSpec
@@ -198,14 +198,18 @@ class PlanRequest:
     assumptions: list[str]
     software: str = ""
 
-    def execution(self, machine: Machine) -> Software:
+    def execution(self, machine: Machine, ranks: int) -> Software:
         """Return how the run executes a step on a machine, such as the bytes of its dtypes."""
         config = self.config
-        # `auto` compiles runs of more than some minutes, if there is a compiler, as on GPUs.
         if machine.is_shared:
+            # Blocks that are not compiled need more memory, and not every CPU has a compiler.
             base = run_software(_precision(config, machine), is_compiled=config.train.compile is True)
         else:
-            base = gpu_software(config.precision, is_compiled=config.train.compile is not False)
+            # The same estimate of the time as in training: half of the peak.
+            length = config.batch.sequence_length
+            flops = flops_per_token(self.spec, parameter_sizes(self.spec), length) * config.batch.global_batch_size
+            seconds = config.train.steps * flops * length / (0.5 * machine.matmul_flops * ranks)
+            base = gpu_software(config.precision, is_compiled=config.train.uses_compiler(seconds))
         return find_software(self.software, base)
 
 
@@ -278,7 +282,7 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
         return _replay(request, machine, ranks, as_json=as_json)
     # 3. Forecast the layout of the settings, or search for the best one.
     if mode is None and request.has_layout:
-        work = run_workload(config, spec, *plan_layout(config, ranks, spec), request.execution(machine))
+        work = run_workload(config, spec, *plan_layout(config, ranks, spec), request.execution(machine, ranks))
         outcome = forecast_fitting(request, [work], machine, price)
     else:
         result = search_run(request, machine, ranks)
@@ -330,7 +334,7 @@ def _fit(query: PlanQuery, *, as_json: bool) -> int:
     trainings = []
     for tuning, words in TUNINGS.items():
         request = replace(_read_target(query.target, [*query.overrides, *words], gpus), software=query.software)
-        software = request.execution(machine)
+        software = request.execution(machine, gpus)
         trainings += fit_training(tuning, request.config, request.spec, software, machine, gpus)
     served = fit_streams(_read_target(query.target, query.overrides, gpus).spec, machine, gpus)
     return print_fit(trainings, served, machine, gpus, as_json)
@@ -357,7 +361,7 @@ def _replay(request: PlanRequest, machine: Machine, ranks: int, *, as_json: bool
     from jingu.training.replay_run import replay_run
 
     # Stages differ in ways that only a replay knows, so each of a few ranks of the pipeline is tried.
-    work = run_workload(config, spec, *plan_layout(config, ranks, spec), request.execution(machine))
+    work = run_workload(config, spec, *plan_layout(config, ranks, spec), request.execution(machine, ranks))
     pipeline = work.sizes.pipeline
     stages = range(pipeline) if pipeline <= MAX_REPLAYS else {0, fullest_stage(work)[0].rank, pipeline - 1}
     records = {stage: replay_run(config, spec, precision, ranks, stage * (ranks // pipeline)) for stage in stages}
@@ -392,7 +396,7 @@ def search_run(request: PlanRequest, machine: Machine, ranks: int) -> SearchResu
     rows = config.batch.global_batch_size
     one = BatchPlan(rows, 1, rows, rows * config.batch.sequence_length)
     sizes = AxisSizes(1, 1, 1, 1, 1, 1)
-    base = run_workload(config, request.spec, sizes, one, request.execution(machine))
+    base = run_workload(config, request.spec, sizes, one, request.execution(machine, ranks))
     return search_layouts(base, ranks, machine, rows)
 
 
@@ -475,7 +479,7 @@ def forecast_for_page(query: PlanQuery) -> tuple[Forecast, list[Forecast]]:
             raise JinguError(f"no layout fits on {ranks:,} × {machine.name}.", where=query.target, fix=fix)
         works = [layout.work for layout in result.best]
     else:
-        works = [run_workload(config, spec, *plan_layout(config, ranks, spec), request.execution(machine))]
+        works = [run_workload(config, spec, *plan_layout(config, ranks, spec), request.execution(machine, ranks))]
     outcome = forecast_fitting(request, works, machine, price)
     sizes = [nodes // 2**power for power in (2, 1) if nodes % 2**power == 0] + [nodes * 2**power for power in range(3)]
     return outcome, _forecast_clusters(request, machine, price, sizes)

@@ -62,10 +62,6 @@ from jingu.training.throughput import ThroughputMeter, training_flops_per_token
 from jingu.training.trackers import Trackers
 from jingu.version import __version__
 
-# Seconds that compiling the blocks and the loss of a model takes on CPU.
-COMPILE_SECONDS = 30.0
-# Share of a run's time that compiled blocks save at least.
-COMPILE_SAVING = 0.05
 # Rollbacks halve the learning rate down to this share of it. A run that still diverges has another problem.
 MIN_LR_SCALE = 1 / 32
 
@@ -350,10 +346,7 @@ def should_compile(config: RunConfig, mesh: DeviceMesh, training_seconds: float)
     Args:
         training_seconds: rough estimate of how long the run takes.
     """
-    setting = config.train.compile
-    if setting is False:
-        return False
-    if setting == "auto" and training_seconds * COMPILE_SAVING < COMPILE_SECONDS:
+    if not config.train.uses_compiler(training_seconds):
         return False
     if splits_backward(config.parallel, mesh["pipeline"].size()):
         schedule = config.parallel.pipeline_schedule
@@ -362,7 +355,7 @@ def should_compile(config: RunConfig, mesh: DeviceMesh, training_seconds: float)
         obstacle = "train.compile is on, but this machine has no compiler"
     else:
         return True
-    if setting is True:
+    if config.train.compile is True:
         log_info(f"{obstacle}; training continues without it.")
     return False
 

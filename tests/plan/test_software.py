@@ -69,6 +69,8 @@ def test_blocks_are_compiled_as_in_training(capsys: pytest.CaptureFixture[str]) 
     """On GPUs, unless the run says otherwise, or its schedule splits backward passes."""
     compiled, eager = plan(capsys), plan(capsys, "train.compile=false")
     assert eager["software_changes"] == {"compiles_blocks": False} and not compiled["software_changes"]
+    # A run of a few minutes is not compiled.
+    assert plan(capsys, "train.steps=3")["memory"] == eager["memory"]
     # Of two rows of 4,096 tokens in 32 layers: RMS norms save a copy in fp32 and a result in fp32 less, and half an
     # input; a gate one result less.
     less = 2 * 4096 * 32 * (2 * 4096 * (4 + 2) + 11008 * 2)

@@ -59,6 +59,10 @@ TRACKERS = Registry(
 """The classes of the services of `train.trackers`, each as `module:name`."""
 
 TrackerName = Annotated[str, names_of(TRACKERS)]
+# Seconds that compiling the blocks and the loss of a model takes on CPU.
+COMPILE_SECONDS = 30.0
+# Share of a run's time that compiled blocks save at least.
+COMPILE_SAVING = 0.05
 
 
 class TrainSettings(Settings):
@@ -100,6 +104,16 @@ class TrainSettings(Settings):
     trackers: list[TrackerName] = []
     hang_timeout: Annotated[float, Field(gt=0)] | None = 60.0
     profile: ProfileSettings = ProfileSettings()
+
+    def uses_compiler(self, training_seconds: float) -> bool:
+        """Return whether blocks are to be compiled, by `compile`.
+
+        Args:
+            training_seconds: rough estimate of how long the run takes.
+        """
+        if self.compile == "auto":
+            return training_seconds * COMPILE_SAVING >= COMPILE_SECONDS
+        return self.compile
 
 
 class PrecisionBase(Settings):
