@@ -12,7 +12,7 @@ from bench.planning import measurements, memory_error, sample, summary, time_err
 from bench.planning_rows import FOLDER, Case, read_cases
 from jingu.plan import activations, collectives, step_time
 from jingu.plan.calibration import fit_efficiency
-from jingu.plan.step_time import StageTime
+from jingu.plan.step_time import DataLoad, StageTime, data_loads
 from jingu.plan.workload import Stage
 
 
@@ -34,6 +34,10 @@ TIME_TERMS: Terms = {
     "a loss that moves each logit a few times": (lambda case: _by(case, logit_traffic=16.0), {}),
     "whole hidden states between stages": (lambda case: _by(case, splits_sends=False), {}),
     "no contention of overlapping communication": (None, {(step_time, "CONTENTION"): 0.0}),
+    "experts shared by all data-parallel ranks": (
+        None,
+        {(step_time, "data_loads"): lambda *arguments: tuple(_share_all(load) for load in data_loads(*arguments))},
+    ),
     "rings without latency": (None, {(collectives, "_ring_latency"): lambda group, machine: 0.0}),
     "stages of equal length": (
         None,
@@ -46,6 +50,7 @@ MEMORY_TERMS: Terms = {
     "an allocator that reuses all memory": (lambda case: _by(case, allocator_reuse=1.0), {}),
     "nothing reserved beside tensors": (lambda case: _by(case, reserved=1.0), {}),
     "no driver, libraries and groups": (lambda case: _by(case, context_gib=0.0, group_gib=0.0), {}),
+    "no compiled blocks": (lambda case: _by(case, compiles_blocks=False), {}),
     "no logits": (lambda case: _by(case, logit_bytes=0.0), {}),
     "no scores of attention": (lambda case: _by(case, saved_scores=0.0), {}),
     "no buffers between stages": (lambda case: _by(case, keeps_buffers=False), {}),
@@ -55,6 +60,11 @@ MEMORY_TERMS: Terms = {
         {(activations, "_gradients_of_results"): lambda block, work: 0.0},
     ),
 }
+
+
+def _share_all(load: DataLoad) -> DataLoad:
+    """Return what all data-parallel ranks exchange."""
+    return replace(load, group="fsdp")
 
 
 def _even_idle(times: Sequence[tuple[Stage, StageTime]], travel: float) -> float:

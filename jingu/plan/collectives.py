@@ -28,11 +28,12 @@ class Neighbors:
 
 def place_groups(work: Workload, machine: Machine) -> dict[str, Neighbors]:
     """Return the group of each axis. Neighbors on the last axes of the mesh share a node."""
-    return _place(work.sizes, machine.gpus_per_node)
+    return place_sizes(work.sizes, machine.gpus_per_node)
 
 
 @lru_cache(maxsize=4096)
-def _place(sizes: AxisSizes, gpus_per_node: int) -> dict[str, Neighbors]:
+def place_sizes(sizes: AxisSizes, gpus_per_node: int) -> dict[str, Neighbors]:
+    """Return the group of each axis of a mesh."""
     groups, inner = {}, 1
     for axis in ("tensor", "context", "shard", "replicate", "pipeline"):
         size = getattr(sizes, axis)

@@ -32,6 +32,7 @@ from jingu.plan.memory import least_memory, stage_memory
 from jingu.plan.step_time import (
     DataTime,
     StageTime,
+    data_loads,
     data_seconds,
     data_time,
     idle_share,
@@ -87,7 +88,7 @@ class SearchResult:
     conflicts: dict[tuple[object, ...], JinguError | None] = field(default_factory=dict)
     settings: dict[tuple[object, ...], ParallelSettings] = field(default_factory=dict)
     loads: dict[tuple[object, ...], _Load] = field(default_factory=dict)
-    data_times: dict[tuple[object, ...], DataTime] = field(default_factory=dict)
+    data_times: dict[tuple[object, ...], tuple[dict[int, DataTime], float]] = field(default_factory=dict)
     nearest: tuple[float, str] = (inf, "")
     smallest: tuple[float, str] = (inf, "")
 
@@ -255,14 +256,15 @@ def _cells(
 
     Args:
         divisions: divisions of the model over ranks.
-        first_only: whether to yield only those with micro-batches of one row and full checkpointing.
+        first_only: whether to yield only those with the smallest or the largest micro-batches, without checkpointing or
+            with full checkpointing.
     """
     seconds: dict[tuple[object, ...], float] = {}
     memory: dict[tuple[object, ...], list[dict[BlockSizes, float]]] = {}
     usable = machine.usable_bytes / memory_margin(machine)
     kinds = range(len(_CHECKPOINTING))
     # Without recomputation, a step takes least, so it bounds the others.
-    bounds = [(kind,) if first_only or kind == 0 else (0, kind) for kind in kinds]
+    bounds = [(kind,) if kind == 0 else (0, kind) for kind in kinds]
     for settings in divisions:
         pipeline, tensor, context, expert = (int(getattr(settings, axis)) for axis in _MODEL_AXES)
         data = int(settings.replicate) * int(settings.shard)
@@ -272,7 +274,8 @@ def _cells(
         share = rows // data
         blocks = ceil(len(base.model.blocks) / pipeline)
         sizes = AxisSizes(1, 1, 1, context, tensor, expert)
-        for micro, kind in product((1,) if first_only else divisors(share), kinds[-1:] if first_only else kinds):
+        micros, of_kinds = (sorted({1, share}), kinds[::2]) if first_only else (divisors(share), kinds)
+        for micro, kind in product(micros, of_kinds):
             # The computation of a micro-batch does not depend on the pipeline.
             size = (tensor, context, expert, micro)
             if size not in memory:
@@ -431,20 +434,20 @@ def _search_divisions(
     plans: list[Plan] = []
     memory: Literal["fits", "offloads", "too large"] | None = None
     stage, context, data_ranks = times.slowest, work.sizes.context, work.sizes.data
+    data_times, least = _data_times(work, stage, machine, result)
+    # Most cells have no layout that is fast enough, whatever computation hides.
+    hidden = 0.0 if machine.is_shared else work.software.overlap * (times.stage.forward + times.stage.backward)
+    if times.seconds + max(0.0, least - hidden) > limit:
+        return plans
     for zero, shards in _data_divisions(data_ranks, context):
         for shard in shards[:1] if first_only else shards:
-            if shard * context % work.sizes.expert:
-                continue
-            # Most layouts are too slow, so they are made only if their time is not known.
-            division = (stage, data_ranks, shard, context, work.sizes.tensor, work.sizes.expert)
-            layout, data = None, result.data_times.get(division)
+            data = data_times.get(shard)
             if data is None:
-                layout = _divide(work, shard, zero, result)
-                data = result.data_times[division] = data_time(layout, stage, machine)
+                continue
             seconds = times.seconds + data_seconds(work, stage, times.stage, data, zero, is_shared=machine.is_shared)
             if seconds > limit:
                 continue
-            layout = layout or _divide(work, shard, zero, result)
+            layout = _divide(work, shard, zero, result)
             if not _is_valid(layout, (*key, zero), result):
                 break
             # Most cells have no layout that is fast enough, so their memory need not be known.
@@ -457,6 +460,23 @@ def _search_divisions(
             if is_too_large:
                 break
     return plans
+
+
+def _data_times(
+    work: Workload, stage: Stage, machine: Machine, result: SearchResult
+) -> tuple[dict[int, DataTime], float]:
+    """Return the collectives of data parallelism by how many ranks share the state, and the fewest seconds of all."""
+    sizes = work.sizes
+    key = (stage, sizes.data, sizes.context, sizes.tensor, sizes.expert)
+    if key not in result.data_times:
+        shards = [shard for shard in divisors(sizes.data) if shard * sizes.context % sizes.expert == 0]
+        loads = data_loads(work, stage, machine)
+        of_shards = {
+            shard: data_time(loads, replace(sizes, shard=shard, replicate=sizes.data // shard), machine)
+            for shard in shards
+        }
+        result.data_times[key] = of_shards, min(time.total for time in of_shards.values()) * (1 - 1e-9)
+    return result.data_times[key]
 
 
 def _divide(work: Workload, shard: int, zero: int, result: SearchResult) -> Workload:

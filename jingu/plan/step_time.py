@@ -19,7 +19,14 @@ from jingu.model.parts import attended_tokens, attention_width, cached_tokens, s
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import stages_per_rank
 from jingu.plan.activations import boundary_bytes, saved_bytes
-from jingu.plan.collectives import Neighbors, all_reduce_seconds, exchange_seconds, place_groups, ring_seconds
+from jingu.plan.collectives import (
+    Neighbors,
+    all_reduce_seconds,
+    exchange_seconds,
+    place_groups,
+    place_sizes,
+    ring_seconds,
+)
 from jingu.plan.machine import Machine
 from jingu.plan.software import Software
 from jingu.plan.weight_memory import rank_shares
@@ -301,12 +308,11 @@ def expert_seconds(work: Workload, size: float, block: BlockSizes, machine: Mach
         return 0.0
     choices, group = block.experts.num_experts_per_token, place_groups(work, machine)["expert"]
     if work.software.sends_to_nodes and group.ranks > 1:
-        # The network carries a token once to each node with chosen experts, and the links of a node once to each rank
-        # with chosen experts. The expected number of those follows from the probability that one has none.
+        # Each node receives a token at most once; the expected number of nodes with chosen experts follows from the
+        # probability that a node has none. The network therefore carries a share of the bytes.
         nodes = group.ranks / group.in_node
-        per_node, per_rank = (n * (1 - (1 - 1 / n) ** choices) / choices for n in (nodes, group.ranks))
-        rates = {"nic_gbs": machine.nic_gbs / per_node, "link_gbs": machine.link_gbs / per_rank / nodes}
-        machine = machine.model_copy(update=rates)
+        share = nodes * (1 - (1 - 1 / nodes) ** choices) / choices
+        machine = machine.model_copy(update={"nic_gbs": machine.nic_gbs / share})
     return 2 * exchange_seconds(size * choices, group, machine)
 
 
@@ -388,7 +394,7 @@ def _context_seconds(block: BlockSizes, work: Workload, group: Neighbors, machin
 def step_time(work: Workload, machine: Machine) -> dict[str, float]:
     """Return the seconds of a step by term, for the slowest rank of the pipeline."""
     terms, slowest, time = schedule_time(work, machine)
-    data = data_time(work, slowest, machine)
+    data = data_time(data_loads(work, slowest, machine), work.sizes, machine)
     terms["data"] = data_seconds(work, slowest, time, data, work.parallel.zero_stage, is_shared=machine.is_shared)
     terms["optimizer"] = optimizer_seconds(work, slowest, machine)
     return terms
@@ -501,30 +507,54 @@ class DataTime:
     replicas: float
     contention: float
 
+    @property
+    def total(self) -> float:
+        return self.gather + self.reduce + self.replicas
 
-def data_time(work: Workload, stage: Stage, machine: Machine) -> DataTime:
-    """Return the seconds of the collectives of data parallelism, which do not depend on the micro-batches."""
-    soft = work.software
-    groups = place_groups(work, machine)
-    parts = rank_shares(work, stage)
-    # Embedding and head need a call of their own, which matters only for small models.
-    calls = stage.num_blocks * soft.gathers_per_block + machine.is_shared
-    gathered_bytes = sum(part.gathered_bytes * count for part, count in parts)
+
+@dataclass(frozen=True)
+class DataLoad:
+    """What ranks of a group exchange in data parallelism, however it is divided into `shard` and `replicate`.
+
+    Attributes:
+        group: of the ranks that share it: `fsdp`, or `expert_fsdp` for experts.
+        weight_bytes: bytes of the weights; gradient_bytes: of their gradients.
+        calls: number of collectives in which they are gathered, or reduced.
+    """
+
+    group: str
+    weight_bytes: float
+    gradient_bytes: float
+    calls: float
+
+
+def data_loads(work: Workload, stage: Stage, machine: Machine) -> tuple[DataLoad, ...]:
+    """Return what the ranks of a stage exchange; only ranks with the same experts exchange those."""
+    soft, parts = work.software, rank_shares(work, stage)
+    weight_bytes = sum(part.gathered_bytes * count for part, count in parts)
     num_reduced = sum(part.num_reduced * count for part, count in parts)
-    # Only ranks with the same experts exchange their weights and gradients.
     expert_bytes = sum(part.expert_bytes * count for part, count in parts)
     num_expert = sum(part.num_expert * count for part, count in parts)
+    # Embedding and head need a call of their own, which matters only for small models.
+    calls = stage.num_blocks * soft.gathers_per_block + machine.is_shared
+    dense = DataLoad("fsdp", weight_bytes - expert_bytes, soft.reduce_bytes * (num_reduced - num_expert), calls)
+    if not expert_bytes:
+        return (dense,)
+    return dense, DataLoad("expert_fsdp", expert_bytes, soft.reduce_bytes * num_expert, stage.num_blocks)
+
+
+def data_time(loads: tuple[DataLoad, ...], sizes: AxisSizes, machine: Machine) -> DataTime:
+    """Return the seconds of the collectives of data parallelism, which do not depend on the micro-batches."""
+    groups = place_sizes(sizes, machine.gpus_per_node)
+    copies = groups["replicate"]
     gather = reduce = replicas = link_bytes = 0.0
-    for axis, weight_bytes, number, num_calls in (
-        ("fsdp", gathered_bytes - expert_bytes, num_reduced - num_expert, calls),
-        ("expert_fsdp", expert_bytes, num_expert, stage.num_blocks),
-    ):
-        group, gradient_bytes = groups[axis], number * soft.reduce_bytes
-        gather += ring_seconds(weight_bytes, group, machine, num_calls)
-        reduce += ring_seconds(gradient_bytes, group, machine, num_calls)
-        replicas += all_reduce_seconds(gradient_bytes / group.ranks, groups["replicate"], machine, num_calls)
-        link_bytes += (weight_bytes + gradient_bytes) * (group.ranks > 1)
-        link_bytes += 2 * gradient_bytes / group.ranks * (groups["replicate"].ranks > 1)
+    for load in loads:
+        group = groups[load.group]
+        gather += ring_seconds(load.weight_bytes, group, machine, load.calls)
+        reduce += ring_seconds(load.gradient_bytes, group, machine, load.calls)
+        replicas += all_reduce_seconds(load.gradient_bytes / group.ranks, copies, machine, load.calls)
+        link_bytes += (load.weight_bytes + load.gradient_bytes) * (group.ranks > 1)
+        link_bytes += 2 * load.gradient_bytes / group.ranks * (copies.ranks > 1)
     seconds = gather + reduce + replicas
     link_seconds = link_bytes / (machine.link_gbs * machine.efficiency.link * 1e9)
     contention = CONTENTION * min(1.0, link_seconds / seconds) if seconds else 0.0

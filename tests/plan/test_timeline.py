@@ -14,7 +14,7 @@ from jingu.plan import timeline
 from jingu.plan.collectives import ALL_TO_ALL_SPEED
 from jingu.plan.machine import Efficiency, Machine, find_machine
 from jingu.plan.software import Software
-from jingu.plan.step_time import CONTENTION, StageTime, data_time, idle_share, stage_time, step_time
+from jingu.plan.step_time import CONTENTION, StageTime, data_loads, data_time, idle_share, stage_time, step_time
 from jingu.plan.timeline import simulate_pipeline
 from jingu.plan.workload import Workload, model_sizes
 
@@ -201,7 +201,7 @@ def test_only_ranks_with_the_same_experts_exchange_their_weights_and_gradients()
 
     def gather_seconds(expert: int, ranks: int = 8) -> float:
         work = Workload(model, AxisSizes(1, 1, ranks, 1, 1, expert), ParallelSettings(expert=expert), 4096, 1, 1)
-        return data_time(work, work.stages[0], machine).gather
+        return data_time(data_loads(work, work.stages[0], machine), work.sizes, machine).gather
 
     rate = machine.link_gbs * machine.efficiency.link * 1e9
     # Three matrices of 4,096 × 14,336 in each of 8 experts of 32 layers, in bf16.
@@ -221,7 +221,7 @@ def test_communication_across_nodes_slows_computation_down_less_than_within_a_no
 
     def contention(ranks: int, machine: Machine) -> float:
         work = Workload(model, AxisSizes(1, 1, ranks, 1, 1, 1), ParallelSettings(), 4096, 1, 1)
-        return data_time(work, work.stages[0], machine).contention
+        return data_time(data_loads(work, work.stages[0], machine), work.sizes, machine).contention
 
     assert contention(8, slow) == pytest.approx(CONTENTION, rel=0.02)
     of_links = 8 * slow.nic_gbs * slow.efficiency.nic / (slow.link_gbs * slow.efficiency.link)
