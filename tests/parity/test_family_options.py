@@ -54,12 +54,16 @@ def other_values(key: str, value: Any) -> list[Any]:
     return ["gelu", "silu", "relu", "gelu_new"] if "act" in key else []
 
 
+# With seed 3, two experts of one token are so close that transformers in fp32 takes another one than in fp64.
+SEEDS = {"granitemoehybrid": 4}
+
+
 def reference(name: str, values: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor | None:
     """Write transformers' model of a config, and return its logits; None if transformers does not take the config.
 
     They are in fp64 where transformers rounds widely.
     """
-    torch.manual_seed(3)
+    torch.manual_seed(SEEDS.get(name, 3))
     ids = texts()[0][None]
     try:
         config = type(CASES[name]())(**values)
