@@ -138,7 +138,8 @@ def backward_bytes(block: BlockSizes, work: Workload) -> float:
     if soft.fused_attention and score_bytes(layer, soft.compute_bytes, is_compiled=work.is_compiled):
         # Two gradients of the scores, while what the feed-forward has saved exists no more.
         scores = 2 * max(4.0, soft.compute_bytes) * layer.attention.num_heads * tokens * work.sequence
-        total = max(total, scores - tokens * layer.feed_forward.saved_bytes(hidden, soft.compute_bytes))
+        feed_forward = layer.feed_forward.saved_bytes(hidden, soft.compute_bytes, is_compiled=work.is_compiled)
+        total = max(total, scores - tokens * feed_forward)
     return total
 
 

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jingu.compat.torch import set_recompile_limit
 from jingu.errors import JinguError
-from jingu.model import document_mask, matmul_kernels
 from jingu.model.decoder import build_model
 from jingu.model.families import FAMILIES
 from jingu.model.inputs import Inputs
@@ -29,7 +27,7 @@ from jingu.plan.workload import Workload
 from jingu.training.replay_run import replay_run
 from tests.parity.test_family_proofs import CASES, ELSEWHERE, read_complete
 from tests.plan.test_memory import settings, workload
-from tests.plan.test_peaks import DIMS, MODELS, PRECISIONS
+from tests.plan.test_peaks import DIMS, MODELS, PRECISIONS, profiled_peak
 
 pytestmark = pytest.mark.usefixtures("bf16_units")
 # Sizes in Hugging Face's words that are multiplied by `TIMES`. The models of `CASES` are so narrow that tensors without
@@ -126,15 +124,6 @@ def saved_by_blocks(spec: ModelSpec, dtype: torch.dtype, *, is_compiled: bool = 
     return [after - before for before, after in pairwise(ends)]
 
 
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile without limits, and with the attention of GPUs."""
-    torch.compiler.reset()
-    set_recompile_limit(64)
-    for module in (document_mask, matmul_kernels):
-        monkeypatch.setattr(module, "use_blockwise_attention", lambda _: False)
-
-
 def check_compiled_bytes(name: str) -> None:
     spec = wide_spec(name)
     shares = [layer in spec.layers[:number] for number, layer in enumerate(spec.layers)]
@@ -168,6 +157,17 @@ def test_a_compiled_block_saves_what_is_planned(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_compiled_block_of_each_family_saves_what_is_planned(name: str) -> None:
     check_compiled_bytes(name)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler", "compiled_steps")
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_a_compiled_step_has_the_planned_peak(name: str) -> None:
+    spec = wide_spec(name)
+    config, work = planned_run(spec, 1, {}, PRECISIONS["bf16"], "none")
+    work = replace(work, software=replace(work.software, compiles_blocks=True))
+    peak = profiled_peak(config, spec, PRECISIONS["bf16"], 1)
+    assert fullest_stage(work)[1].total == pytest.approx(peak, rel=0.005)
 
 
 def check_saved_bytes(name: str) -> None:

@@ -12,11 +12,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from jingu.compat.torch_distributed import pretend_ranks
-from jingu.model import document_mask, matmul_kernels
 from jingu.parallel.layout import Precision
 from jingu.parallel.sharding import local_tensor
 from jingu.plan.memory import fullest_stage
-from jingu.training import replay_run as replay_module
 from jingu.training.replay_run import prepare_step, replay_run
 from tests.plan.test_memory import BF16, settings, workload
 
@@ -152,15 +150,11 @@ def test_planned_peaks_equal_replayed_ones_in_many_cells() -> None:
     assert {cell: error for cell, error in errors.items() if abs(error) >= 0.01} == {}
 
 
-def profiled_peak(cell: Cell) -> int:
-    """Return the peak of the first of simulated ranks by the events of PyTorch's allocator.
-
-    Blocks are compiled where `replay_run.training_layout` says so.
-    """
-    config, spec, precision = run_of(cell)
-    pretend_ranks(0, cell[1])
+def profiled_peak(config: Any, spec: Any, precision: Precision, ranks: int) -> int:
+    """Return the peak of the first of simulated ranks by the events of PyTorch's allocator."""
+    pretend_ranks(0, ranks)
     try:
-        step, model, optimizer = prepare_step(config, spec, precision, cell[1])
+        step, model, optimizer = prepare_step(config, spec, precision, ranks)
         step(0)
         gc.collect()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -192,7 +186,9 @@ def test_a_replay_counts_what_the_allocator_counts(parallel: dict[str, Any], nam
     """Also the buffers into which FSDP gathers parameters, which exist before the step, and pending collectives."""
     cell = ("llama", 4, parallel, name, "none", 2, 16)
     config, spec, precision = run_of(cell)
-    assert replay_run(config, spec, precision, 4, 0).peak == pytest.approx(profiled_peak(cell), rel=0.001)
+    assert replay_run(config, spec, precision, 4, 0).peak == pytest.approx(
+        profiled_peak(config, spec, precision, 4), rel=0.001
+    )
 
 
 @pytest.mark.slow
@@ -206,21 +202,15 @@ def test_a_replay_counts_what_the_allocator_counts(parallel: dict[str, Any], nam
         ("mixtral", 1, {}, "bf16", "none", 4, 16),
     ],
 )
-def test_a_planned_peak_of_compiled_blocks_equals_that_of_the_allocator(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the attention of GPUs; that of compiled blocks on CPUs saves probabilities."""
-    layout = replay_module.training_layout
-    monkeypatch.setattr(replay_module, "training_layout", lambda config, compile: layout(config, compile=True))
-    for module in (document_mask, matmul_kernels):
-        monkeypatch.setattr(module, "use_blockwise_attention", lambda _: False)
+@pytest.mark.usefixtures("compiler", "compiled_steps")
+def test_a_planned_peak_of_compiled_blocks_equals_that_of_the_allocator(cell: Cell) -> None:
     config, spec, precision = run_of(cell)
     work = workload(config, spec, cell[1], precision)
     planned = [
         fullest_stage(replace(work, software=replace(work.software, compiles_blocks=is_compiled)))[1].total
         for is_compiled in (False, True)
     ]
-    peak = profiled_peak(cell)
+    peak = profiled_peak(config, spec, precision, cell[1])
     assert planned[1] == pytest.approx(peak, rel=0.005)
     # RMS norms and gates are computed again, but not with activation checkpointing, and GPT-2 has neither.
     assert planned[0] > 1.05 * peak or cell[0] == "gpt2" or cell[4] == "full"
