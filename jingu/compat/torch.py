@@ -9,12 +9,15 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as tree_leaves
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # CPU features
 
@@ -49,6 +52,15 @@ def compiler_is_loaded() -> bool:
 def set_recompile_limit(limit: int) -> None:
     """Set how many times `torch.compile` specializes one function before it falls back to eager mode."""
     torch._dynamo.config.recompile_limit = limit
+
+
+def interrupt_compiled_code(function: _Function) -> _Function:
+    """Let compiled code end before each call of a function, and start anew behind it.
+
+    `torch.compiler.disable` does the same, but imports the compiler.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 def raised_by_compiler(error: BaseException) -> bool:

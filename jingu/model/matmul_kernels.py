@@ -92,7 +92,8 @@ def linear(
         return y if bias is None else y + bias.to(x.dtype)
     if isinstance(weight, FrozenWeight):
         if torch.is_grad_enabled():
-            return _multiply_stored(x, bias, weight)
+            product: Tensor = _StoredLinear.apply(x, bias, weight)
+            return product
         weight = weight.whole()
     # Plain weights. For batch invariance, pad the rows, then the outputs.
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -215,13 +216,6 @@ class _StoredLinear(torch.autograd.Function):
         wants_x, wants_bias, _ = ctx.needs_input_grad
         gradient_x = matmul(upstream[0], ctx.weight.whole().to(upstream[0].dtype)) if wants_x else None
         return gradient_x, upstream[0].flatten(0, -2).sum(0) if wants_bias else None, None
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _multiply_stored(x: Tensor, bias: Tensor | None, weight: FrozenWeight) -> Tensor:
-    # Compiled code would keep the dequantized matrix: see `multiply_packed`.
-    product: Tensor = _StoredLinear.apply(x, bias, weight)
-    return product
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -31,6 +31,7 @@ from jingu.compat.torch import (
     int4_matmul,
     int4_matmul_on_gpu,
     int8_matmul,
+    interrupt_compiled_code,
     pack_int4,
     pack_int4_on_gpu,
     prepack_weight,
@@ -94,7 +95,9 @@ class StoredWeight(FrozenWeight):
         self.shape, self.parts, self.experts = shape, parts, experts
         self._dequantize = dequantize
 
+    @interrupt_compiled_code
     def whole(self, number: int | None = None) -> Tensor:
+        # If the compiler saw that forward and backward pass dequantize the same matrix, it would keep the result.
         return self._dequantize(number)
 
 

@@ -6,12 +6,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -254,3 +255,19 @@ def test_dispatch_mode_sees_operations_and_their_tensors() -> None:
     with Recorder():
         torch.cat([x, x])
     assert sizes[:2] == [2, 2]
+
+
+def test_compiled_code_ends_before_a_function_and_starts_anew_behind_it(torch_compat: Any) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def count(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(module)
+        return module.forward
+
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    double = torch_compat.interrupt_compiled_code(double)
+    compiled = torch.compile(lambda x: double(x + 1) + 3, backend=count)
+    assert compiled(torch.ones(2)).tolist() == [7, 7]
+    assert len(graphs) > 1
