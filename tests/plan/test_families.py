@@ -147,7 +147,7 @@ def check_compiled_bytes(name: str) -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gpt_oss"])
 def test_a_compiled_block_saves_what_is_planned(name: str) -> None:
     check_compiled_bytes(name)
 
