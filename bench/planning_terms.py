@@ -10,9 +10,10 @@ from unittest.mock import patch
 
 from bench.planning import measurements, memory_error, sample, summary, time_errors
 from bench.planning_rows import FOLDER, Case, read_cases
-from jingu.plan import activations, collectives, step_time
+from jingu.plan import activations, collectives, data_parallel, step_time
 from jingu.plan.calibration import fit_efficiency
-from jingu.plan.step_time import DataLoad, StageTime, data_loads
+from jingu.plan.data_parallel import DataLoad, data_loads
+from jingu.plan.step_time import StageTime
 from jingu.plan.workload import Stage
 
 
@@ -33,7 +34,7 @@ TIME_TERMS: Terms = {
     "no limit of power": (lambda case: _on(case, sustained=1.0), {}),
     "a loss that moves each logit a few times": (lambda case: _by(case, logit_traffic=16.0), {}),
     "whole hidden states between stages": (lambda case: _by(case, splits_sends=False), {}),
-    "no contention of overlapping communication": (None, {(step_time, "CONTENTION"): 0.0}),
+    "no contention of overlapping communication": (None, {(data_parallel, "CONTENTION"): 0.0}),
     "experts shared by all data-parallel ranks": (
         None,
         {(step_time, "data_loads"): lambda *arguments: tuple(_share_all(load) for load in data_loads(*arguments))},

@@ -76,13 +76,9 @@ def saved_bytes(block: BlockSizes, work: Workload, *, is_compiled: bool) -> floa
     soft, layer = work.software, block.layer
     if soft.saved_per_hidden:
         return soft.saved_per_hidden * work.spec.hidden_size
-    if (
-        layer is None
-        or not soft.flash_attention
-        or not layer.has_attention
-        or score_bytes(layer, soft.compute_bytes, is_compiled=work.is_compiled)
-    ):
-        return block.compiled_bytes if is_compiled else block.saved_bytes
+    saved = block.compiled_bytes if is_compiled else block.saved_bytes
+    if layer is None or not soft.flash_attention or not layer.has_attention or score_bytes(layer, soft.compute_bytes):
+        return saved
     # The size of a block counts queries, keys and values of all heads in at least fp32, as without a fused kernel. One
     # saves them as they are, padded to one size, and a number for each row of scores.
     part, size = layer.attention, soft.compute_bytes
@@ -96,7 +92,6 @@ def saved_bytes(block: BlockSizes, work: Workload, *, is_compiled: bool) -> floa
         narrow += part.num_heads * largest * size
     # Kernels that store biased scores save the others as without fusion.
     stores_scores = soft.stores_biased_scores and isinstance(layer.position, RelativeBias)
-    saved = block.compiled_bytes if is_compiled else block.saved_bytes
     return saved + (block.num_attention - stores_scores) * (narrow - wide)
 
 
@@ -135,7 +130,7 @@ def backward_bytes(block: BlockSizes, work: Workload) -> float:
     if norm_places(layer, "feed_forward")[1] and not work.is_compiled:
         # A norm behind the feed-forward comes first, while all that the block has saved exists.
         total = max(total, soft.compute_bytes * tokens * hidden + norm_gradients(work, 1 + (soft.compute_bytes < 4)))
-    if soft.fused_attention and score_bytes(layer, soft.compute_bytes, is_compiled=work.is_compiled):
+    if soft.fused_attention and score_bytes(layer, soft.compute_bytes):
         # Two gradients of the scores, while what the feed-forward has saved exists no more.
         scores = 2 * max(4.0, soft.compute_bytes) * layer.attention.num_heads * tokens * work.sequence
         feed_forward = layer.feed_forward.saved_bytes(hidden, soft.compute_bytes, is_compiled=work.is_compiled)

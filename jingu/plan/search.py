@@ -25,16 +25,13 @@ from jingu.errors import JinguError
 from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
 from jingu.parallel.stages import check_layout
 from jingu.plan.activations import block_activations, boundary_bytes, num_stage_buffers
+from jingu.plan.data_parallel import DataTime, data_loads, data_seconds, data_time
 from jingu.plan.in_flight import moments_in_flight, stages_of_rank
 from jingu.plan.intervals import memory_margin
 from jingu.plan.machine import Machine
 from jingu.plan.memory import least_memory, stage_memory
 from jingu.plan.step_time import (
-    DataTime,
     StageTime,
-    data_loads,
-    data_seconds,
-    data_time,
     idle_share,
     model_seconds,
     optimizer_seconds,

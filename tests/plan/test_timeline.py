@@ -12,9 +12,10 @@ from jingu.model.resolve import find_preset
 from jingu.parallel.mesh import AxisSizes
 from jingu.plan import timeline
 from jingu.plan.collectives import ALL_TO_ALL_SPEED
+from jingu.plan.data_parallel import CONTENTION, data_loads, data_time
 from jingu.plan.machine import Efficiency, Machine, find_machine
 from jingu.plan.software import Software
-from jingu.plan.step_time import CONTENTION, StageTime, data_loads, data_time, idle_share, stage_time, step_time
+from jingu.plan.step_time import StageTime, idle_share, stage_time, step_time
 from jingu.plan.timeline import simulate_pipeline
 from jingu.plan.workload import Workload, model_sizes
 
