@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jingu.parallel.mesh import AxisSizes
 from jingu.plan.collectives import all_reduce_seconds, place_sizes, ring_seconds
 from jingu.plan.machine import Machine
 from jingu.plan.weight_memory import rank_shares
 from jingu.plan.workload import Stage, Workload
-
-if TYPE_CHECKING:
-    from jingu.plan.step_time import StageTime
 
 # Slowdown of computation by communication that overlaps with it and uses all bandwidth of a node's links: 15%. Slower
 # communication needs fewer multiprocessors and less memory bandwidth: 2% across nodes (Isaev et al., 2023).
@@ -87,14 +83,18 @@ def data_time(loads: tuple[DataLoad, ...], sizes: AxisSizes, machine: Machine) -
     return DataTime(gather, reduce, replicas, contention)
 
 
-def data_seconds(work: Workload, stage: Stage, time: StageTime, data: DataTime, zero: int, *, is_shared: bool) -> float:
+def data_seconds(
+    work: Workload, stage: Stage, passes_of_batch: tuple[float, float], data: DataTime, zero: int, *, is_shared: bool
+) -> float:
     """Return the exposed communication of data parallelism in seconds: gradient reduction and parameter gathering.
 
     Args:
+        passes_of_batch: seconds of the forward and of the backward pass of a micro-batch.
         zero: stage of ZeRO, in place of that of `work`.
         is_shared: whether the ranks share cores.
     """
     soft, rounds = work.software, work.accumulation
+    forward, backward = passes_of_batch
     gather, reduce, contention = data.gather, data.reduce, data.contention
     # On shared cores, communication that overlaps takes time from the computation, so nothing is hidden.
     if is_shared:
@@ -104,11 +104,11 @@ def data_seconds(work: Workload, stage: Stage, time: StageTime, data: DataTime, 
     # The first block of a pass cannot overlap.
     first = 1.0 / max(1, stage.num_blocks)
     passes = rounds if zero == 3 else 1
-    seconds = passes * _exposed_seconds(gather, first * gather, time.forward * soft.overlap, contention)
-    backward = (gather if zero == 3 else 0.0) + reduce
+    seconds = passes * _exposed_seconds(gather, first * gather, forward * soft.overlap, contention)
+    in_backward = (gather if zero == 3 else 0.0) + reduce
     passes = rounds if zero >= 2 else 1
-    seconds += passes * _exposed_seconds(backward, first * reduce, time.backward * soft.overlap, contention)
-    return seconds + _exposed_seconds(data.replicas, 0.0, max(0.0, time.backward * soft.overlap - backward), contention)
+    seconds += passes * _exposed_seconds(in_backward, first * reduce, backward * soft.overlap, contention)
+    return seconds + _exposed_seconds(data.replicas, 0.0, max(0.0, backward * soft.overlap - in_backward), contention)
 
 
 def _exposed_seconds(seconds: float, least: float, computing: float, contention: float) -> float:

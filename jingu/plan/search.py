@@ -433,7 +433,8 @@ def _search_divisions(
     stage, context, data_ranks = times.slowest, work.sizes.context, work.sizes.data
     data_times, least = _data_times(work, stage, machine, result)
     # Most cells have no layout that is fast enough, whatever computation hides.
-    hidden = 0.0 if machine.is_shared else work.software.overlap * (times.stage.forward + times.stage.backward)
+    passes = (times.stage.forward, times.stage.backward)
+    hidden = 0.0 if machine.is_shared else work.software.overlap * sum(passes)
     if times.seconds + max(0.0, least - hidden) > limit:
         return plans
     for zero, shards in _data_divisions(data_ranks, context):
@@ -441,7 +442,7 @@ def _search_divisions(
             data = data_times.get(shard)
             if data is None:
                 continue
-            seconds = times.seconds + data_seconds(work, stage, times.stage, data, zero, is_shared=machine.is_shared)
+            seconds = times.seconds + data_seconds(work, stage, passes, data, zero, is_shared=machine.is_shared)
             if seconds > limit:
                 continue
             layout = _divide(work, shard, zero, result)

@@ -391,7 +391,8 @@ def step_time(work: Workload, machine: Machine) -> dict[str, float]:
     """Return the seconds of a step by term, for the slowest rank of the pipeline."""
     terms, slowest, time = schedule_time(work, machine)
     data = data_time(data_loads(work, slowest, machine), work.sizes, machine)
-    terms["data"] = data_seconds(work, slowest, time, data, work.parallel.zero_stage, is_shared=machine.is_shared)
+    passes, zero = (time.forward, time.backward), work.parallel.zero_stage
+    terms["data"] = data_seconds(work, slowest, passes, data, zero, is_shared=machine.is_shared)
     terms["optimizer"] = optimizer_seconds(work, slowest, machine)
     return terms
 
