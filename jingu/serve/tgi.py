@@ -36,9 +36,9 @@ async def generate_compat(body: GenerateRequest, request: HttpRequest, service: 
     return await _generate(body, request, service, stream=bool(body.stream), as_list=True)
 
 
-@router.post("/generate")
+@router.post("/generate", responses=STREAMING_RESPONSES)
 async def generate(body: GenerateRequest, request: HttpRequest, service: ServiceDependency) -> Response:
-    """Generate text."""
+    """Generate text, streamed if the body says `stream`."""
     return await _generate(body, request, service, stream=bool(body.stream))
 
 

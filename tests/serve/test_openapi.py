@@ -65,6 +65,21 @@ def test_openapi_describes_every_path(tiny: Running) -> None:
     assert set(described["paths"]) == mask
 
 
+def test_what_may_stream_is_described_as_a_stream(tiny: Running) -> None:
+    described = tiny.call("/openapi.json")[1]
+    streaming = set()
+    # The body of `/tokenize` is that of `/generate`, whose other fields have no effect.
+    for path in described["paths"].keys() - {"/tokenize"}:
+        operations = described["paths"][path]
+        body = operations.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})
+        name = body.get("schema", {}).get("$ref", "").rpartition("/")[2]
+        if "stream" in described["components"]["schemas"].get(name, {}).get("properties", {}):
+            streaming.add(path)
+            content = operations["post"]["responses"]["200"]["content"]
+            assert {"text/event-stream", "application/x-ndjson"} & set(content), path
+    assert {"/", "/generate", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"} <= streaming
+
+
 @pytest.mark.parametrize("mode", schemathesis.GenerationMode)
 def test_fuzzing_finds_no_server_error(tiny: Running, mode: schemathesis.GenerationMode) -> None:
     assert fuzz(tiny, mode, 3) == (30 if mode == schemathesis.GenerationMode.POSITIVE else 22)
