@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -26,7 +27,7 @@ from jingu.serve.service import Service, ServiceDependency
 from jingu.version import __version__
 
 # In the location of an error in a union, pydantic also lists the member type that it tried. This matches such a type.
-_TYPE_NAME = re.compile(r"^(str|bool)$|\[|^[A-Z]")
+_TYPE_NAME = re.compile(r"^(constrained-)?(str|bool|int|float)$|\[|^[A-Z]")
 _ERROR_CONTENT = {"application/json": {"schema": {"type": "object", "required": ["error"]}}}
 _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": HTTPStatus(status).phrase, "content": _ERROR_CONTENT}
@@ -60,7 +61,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_route("/", lambda _: RedirectResponse("/chat"))
     for path, response in load_static_files().items():
         app.add_route(path, partial(_send_file, response))
-    for error_type in (ApiError, JinguError, StarletteHTTPException, RequestValidationError):
+    for error_type in (ApiError, JinguError, StarletteHTTPException, RequestValidationError, ValidationError):
         app.add_exception_handler(error_type, _handle_error)
     app.add_middleware(AccessMiddleware, settings=service.settings)
     if service.settings.origins:
@@ -95,6 +96,10 @@ async def _handle_error(request: HttpRequest, error: Exception) -> Response:
         error = ApiError(error.status_code, message, headers=error.headers)
     elif isinstance(error, RequestValidationError):
         error = _describe_validation_errors(error.errors(), request.headers.get("content-type", ""))
+    elif isinstance(error, ValidationError):
+        # A value that one protocol permits and the one to which its requests are converted does not.
+        errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        error = _describe_validation_errors(errors, "application/json")
     return error_response(error, request.url.path)
 
 

@@ -107,7 +107,7 @@ class ResponsesRequest(protocol.VllmChatFields):
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
-    stop: str | protocol.StopStrings | None = None
+    stop: protocol.StopString | protocol.StopStrings | None = None
     stream: bool | None = None
     temperature: protocol.Temperature | None = None
     text: TextOptions | None = None
@@ -192,7 +192,7 @@ class ResponsesRequest(protocol.VllmChatFields):
                 raise bad_request(f"`input[{index}]` is of type {item.type[:40]!r}, which is not supported", "input")
             reasoning = None
         if not messages:
-            raise bad_request("`input` is an empty list", "input")
+            raise bad_request("`input` has no message", "input")
         return messages
 
 

@@ -129,7 +129,8 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
-StopStrings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+StopString = Annotated[str, Field(min_length=1)]
+StopStrings = Annotated[list[StopString], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Choices = Annotated[list[str], Field(min_length=1, max_length=256)]
 # Longer grammars would delay the engine's other requests while they are compiled.
@@ -325,18 +326,11 @@ class SamplingFields(VllmFields):
     model: str
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
-    stop: str | StopStrings | None = None
+    stop: StopString | StopStrings | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
     top_p: Fraction | None = None
-
-    @field_validator("stop")
-    @classmethod
-    def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        if stop == "":
-            raise ValueError("a stop string is empty")
-        return stop
 
     def sampling_params(self, model: InferenceModel) -> SamplingParams:
         """Return the engine's sampling parameters."""

@@ -12,6 +12,8 @@ import pytest
 
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Constraint
+from jingu.serve.openai_responses import ResponsesRequest
+from jingu.serve.protocol import ChatRequest
 from tests.serve.conftest import Running, ScriptedEngine, Serve
 
 ANSWER = "你好，世界！🙂 naïve café"
@@ -110,7 +112,7 @@ def test_responses_give_json(serve: Serve, tiny_model: InferenceModel) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image"),
         ({"input": [{"type": "computer_call"}]}, "computer_call"),
-        ({"input": []}, "empty"),
+        ({"input": []}, "no message"),
         ({"truncation": "auto"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "web_search"),
     ],
@@ -119,6 +121,27 @@ def test_responses_refuse_what_would_change_the_answer(server: Running, fields: 
     key = {"Authorization": "Bearer a-key"}
     status, answer, _ = server.call("/v1/responses", {"model": "tiny", "input": "Hi", **fields}, headers=key)
     assert status == 400 and message in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": ""}, "`stop`"),
+        ({"stop": ["a", ""]}, "`stop.1`"),
+        ({"input": [{"type": "reasoning", "id": "r", "summary": []}]}, "`input` has no message"),
+        ({"tools": [{"type": "function", "name": ""}]}, "`tools.0.name`"),
+    ],
+)
+def test_responses_refuse_what_chat_completions_refuse(server: Running, fields: dict[str, Any], message: str) -> None:
+    test_responses_refuse_what_would_change_the_answer(server, fields, message)
+
+
+def test_a_value_that_only_a_chat_completion_refuses_is_no_server_error(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of other protocols become chat completions after their own fields were checked."""
+    monkeypatch.setattr(ResponsesRequest, "to_chat_request", lambda body: ChatRequest(model=body.model, messages=[]))
+    test_responses_refuse_what_would_change_the_answer(server, {}, "`messages`: List should have at least 1 item")
 
 
 # Anthropic's Messages API
