@@ -112,6 +112,7 @@ def dropped_layer() -> Iterator[None]:
         made(self, *arguments)
         del self.blocks[-1]
         self.block_range = self.block_range[:-1]
+        self.kind_numbers = self.kind_numbers[:-1]
 
     with replaced(Decoder, "__init__", planted):
         yield
