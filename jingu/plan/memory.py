@@ -185,24 +185,23 @@ def _loss_moments(
 
 
 def least_memory(work: Workload, data: int, usable: float) -> tuple[float, float]:
-    """Return lower bounds of the memory of the fullest GPU for any ZeRO: of activations and loss, and with all state.
+    """Return lower bounds of the memory of the fullest GPU for any ZeRO: with offloaded state, and with all state.
 
     Args:
         data: number of data-parallel ranks.
         usable: bytes of a GPU; if activations and loss are larger, the bounds are those of the first such stage.
     """
-    activations, step = 0.0, without_data_ranks(work)
+    step = without_data_ranks(work)
     largest: list[tuple[Stage, float, float]] = []
     for stage in work.stages:
         tensors = step_tensors(step, stage)
         activity = tensors.activations + tensors.buffers
         of_block = activity + tensors.recomputation + tensors.backward
         of_loss = tensors.activations_in_loss + tensors.buffers_in_loss + tensors.loss_tensors + tensors.chunk
-        activations = max(activations, of_block, of_loss)
-        if activations > usable:
-            return activations, activations
+        if max(of_block, of_loss) > usable:
+            return max(of_block, of_loss), max(of_block, of_loss)
         largest.append((stage, of_block, of_loss))
-    soft, total = work.software, 0.0
+    soft, offloaded, total = work.software, 0.0, 0.0
     parallel = work.parallel.model_copy(update={"zero_stage": 3, "shard": data, "replicate": 1})
     sharded = replace(work, parallel=parallel, sizes=replace(work.sizes, shard=data, replicate=1))
     for stage, of_block, of_loss in largest:
@@ -217,9 +216,10 @@ def least_memory(work: Workload, data: int, usable: float) -> tuple[float, float
         fullest = max(
             of_block + min(whole, copies_of_weights.in_block), of_loss + min(whole, copies_of_weights.in_loss)
         )
+        offloaded = max(offloaded, fullest)
         # Shards of experts along another dim may be rounded up less.
         total = max(total, fullest + 0.98 * state)
-    return activations, total
+    return offloaded, total
 
 
 def fullest_stage(work: Workload) -> tuple[Stage, RankMemory]:

@@ -66,14 +66,31 @@ class Plan:
 
 
 @dataclass
+class _Cache:
+    """Results that many layouts of a search share.
+
+    Attributes:
+        conflicts: those of `_conflict`; settings: those of `_change`; loads: the loads of schedules; data_times: the
+            collectives of a stage; model_times: seconds of a micro-batch; block_bytes: what a block of each kind stores
+            of a micro-batch, for each kind of checkpointing.
+    """
+
+    conflicts: dict[tuple[object, ...], JinguError | None] = field(default_factory=dict)
+    settings: dict[tuple[object, ...], ParallelSettings] = field(default_factory=dict)
+    loads: dict[tuple[object, ...], _Load] = field(default_factory=dict)
+    data_times: dict[tuple[object, ...], tuple[dict[int, DataTime], float]] = field(default_factory=dict)
+    model_times: dict[tuple[object, ...], float] = field(default_factory=dict)
+    block_bytes: dict[tuple[object, ...], list[dict[BlockSizes, float]]] = field(default_factory=dict)
+
+
+@dataclass
 class SearchResult:
     """The best layouts, and why others were rejected.
 
     Attributes:
         num_estimates: number of estimated layouts.
         rejections: number of rejected layouts by reason; examples: one example for each reason.
-        conflicts: cached results of `_conflict`; settings: cached results of `_change`; loads: cached loads of
-            schedules; data_times: cached collectives of a stage.
+        cache: results that layouts share.
         nearest: the layout that is short of the least memory: missing bytes and description.
         smallest: the same for activations alone, of layouts that are rejected by these before they are estimated.
     """
@@ -82,10 +99,7 @@ class SearchResult:
     num_estimates: int = 0
     rejections: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    conflicts: dict[tuple[object, ...], JinguError | None] = field(default_factory=dict)
-    settings: dict[tuple[object, ...], ParallelSettings] = field(default_factory=dict)
-    loads: dict[tuple[object, ...], _Load] = field(default_factory=dict)
-    data_times: dict[tuple[object, ...], tuple[dict[int, DataTime], float]] = field(default_factory=dict)
+    cache: _Cache = field(default_factory=_Cache)
     nearest: tuple[float, str] = (inf, "")
     smallest: tuple[float, str] = (inf, "")
 
@@ -150,7 +164,7 @@ def search_layouts(base: Workload, ranks: int, machine: Machine, rows: int, *, b
         best: number of layouts to return.
     """
     result = SearchResult([])
-    draft = SearchResult([], settings=result.settings, loads=result.loads, data_times=result.data_times)
+    draft = SearchResult([], cache=result.cache)
     divisions = list(_divisions(base, ranks, result))
     # 1. Layouts that are likely to fit give an upper bound, so that far slower ones need not be estimated.
     limit = inf
@@ -215,9 +229,14 @@ def _evaluate(
         if seconds + optimizer_seconds(work, times.slowest, machine) > limit:
             return None, False
         result.num_estimates += 1
-        memories = [stage_memory(work, stage) for stage in work.stages]
-        memory = max(memory.total for memory in memories)
-        host_bytes = max(sum(memory.host.values()) for memory in memories)
+        memory = rest = host_bytes = 0.0
+        for stage in work.stages:
+            of_stage = stage_memory(work, stage)
+            memory, rest = max(memory, of_stage.total), max(rest, of_stage.total - of_stage.state)
+            host_bytes = max(host_bytes, sum(of_stage.host.values()))
+            # Other stages cannot change the answer.
+            if memory - usable > max(0.0, result.nearest[0]):
+                break
         if host_bytes > machine.host_bytes:
             result.reject(
                 "out of main memory", f"{describe_layout(work)} offloads {host_bytes / 2**30:,.0f} GiB per GPU"
@@ -229,7 +248,6 @@ def _evaluate(
         if memory - usable < result.nearest[0]:
             result.nearest = (memory - usable, describe_layout(work))
         # Offload cannot help if the rest without the offloaded state is already too large.
-        rest = max(memory.total - memory.state for memory in memories)
         if rest > usable:
             return None, rest * ROUNDING > usable
     return None, memory * ROUNDING > usable
@@ -256,8 +274,7 @@ def _cells(
         first_only: whether to yield only those with the smallest or the largest micro-batches, without checkpointing or
             with full checkpointing.
     """
-    seconds: dict[tuple[object, ...], float] = {}
-    memory: dict[tuple[object, ...], list[dict[BlockSizes, float]]] = {}
+    seconds, memory = result.cache.model_times, result.cache.block_bytes
     usable = machine.usable_bytes / memory_margin(machine)
     kinds = range(len(_CHECKPOINTING))
     # Without recomputation, a step takes least, so it bounds the others.
@@ -385,10 +402,10 @@ def _search_cell(
     for schedule, stages in [("1f1b", "auto")] if first_only else schedules:
         place = (pipeline, schedule, stages, cell.accumulation)
         key = (*place, kind, expert > 1)
-        if result.conflicts.get(key) is not None and not _is_valid(base, key, result):
+        if result.cache.conflicts.get(key) is not None and not _is_valid(base, key, result):
             continue
         # 1. What does not depend on ZeRO: bounds of time and memory, validity.
-        load = result.loads.get(place)
+        load = result.cache.loads.get(place)
         if load is not None:
             if cell.bound * load.slowdown > limit:
                 continue
@@ -401,7 +418,7 @@ def _search_cell(
         if cell.bound * slowdown > limit or not _is_valid(work, key, result):
             continue
         if load is None:
-            result.loads[place] = _Load(slowdown, tuple(_in_flight(work, stage) for stage in work.stages))
+            result.cache.loads[place] = _Load(slowdown, tuple(_in_flight(work, stage) for stage in work.stages))
         times = _cell_time(work, machine)
         if times.seconds > limit:
             continue
@@ -466,15 +483,15 @@ def _data_times(
     """Return the collectives of data parallelism by how many ranks share the state, and the fewest seconds of all."""
     sizes = work.sizes
     key = (stage, sizes.data, sizes.context, sizes.tensor, sizes.expert)
-    if key not in result.data_times:
+    if key not in result.cache.data_times:
         shards = [shard for shard in divisors(sizes.data) if shard * sizes.context % sizes.expert == 0]
         loads = data_loads(work, stage, machine)
         of_shards = {
             shard: data_time(loads, replace(sizes, shard=shard, replicate=sizes.data // shard), machine)
             for shard in shards
         }
-        result.data_times[key] = of_shards, min(time.total for time in of_shards.values()) * (1 - 1e-9)
-    return result.data_times[key]
+        result.cache.data_times[key] = of_shards, min(time.total for time in of_shards.values()) * (1 - 1e-9)
+    return result.cache.data_times[key]
 
 
 def _divide(work: Workload, shard: int, zero: int, result: SearchResult) -> Workload:
@@ -501,9 +518,9 @@ def _layout(base: Workload, cell: _Cell, sizes: AxisSizes, settings: ParallelSet
 def _change(settings: ParallelSettings, result: SearchResult, **update: object) -> ParallelSettings:
     """Return settings with an update; those of all layouts of a division of the model are the same objects."""
     key = (id(settings), *update.values())
-    if key not in result.settings:
-        result.settings[key] = settings.model_copy(update=update)
-    return result.settings[key]
+    if key not in result.cache.settings:
+        result.cache.settings[key] = settings.model_copy(update=update)
+    return result.cache.settings[key]
 
 
 def _block_bytes(work: Workload) -> list[dict[BlockSizes, float]]:
@@ -534,11 +551,11 @@ def _cell_time(work: Workload, machine: Machine) -> _CellTime:
 def _bound_memory(work: Workload, machine: Machine, result: SearchResult) -> Literal["fits", "offloads", "too large"]:
     """Return whether a layout of a cell with one schedule may fit, only with offload, or not at all."""
     usable = machine.usable_bytes / memory_margin(machine)
-    activations, least = least_memory(work, work.sizes.data, usable)
-    if activations > usable or (least > usable and machine.is_shared):
+    offloaded, least = least_memory(work, work.sizes.data, usable)
+    if offloaded > usable or (least > usable and machine.is_shared):
         result.rejections["out of memory"] += 1
-        if activations - usable < result.smallest[0]:
-            result.smallest = (activations - usable, describe_layout(work))
+        if offloaded - usable < result.smallest[0]:
+            result.smallest = (offloaded - usable, describe_layout(work))
         return "too large"
     return "fits" if least <= usable else "offloads"
 
@@ -549,9 +566,9 @@ def _is_valid(work: Workload, key: tuple[object, ...], result: SearchResult) -> 
     Args:
         key: what decides that. Many layouts share it, so it is checked once.
     """
-    if key not in result.conflicts:
-        result.conflicts[key] = _conflict(work)
-    error = result.conflicts[key]
+    if key not in result.cache.conflicts:
+        result.cache.conflicts[key] = _conflict(work)
+    error = result.cache.conflicts[key]
     if error is not None:
         result.reject(_reason(error), error.what)
     return error is None
