@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from math import ceil, inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -70,13 +70,14 @@ class _Cache:
     """Results that many layouts of a search share.
 
     Attributes:
-        conflicts: those of `_conflict`; settings: those of `_change`; loads: the loads of schedules; data_times: the
-            collectives of a stage; model_times: seconds of a micro-batch; block_bytes: what a block of each kind stores
-            of a micro-batch, for each kind of checkpointing.
+        conflicts: those of `_conflict`; settings: those of `_change`; schedules: those of `_schedules`; loads: the
+            loads of schedules; data_times: the collectives of a stage; model_times: seconds of a micro-batch;
+            block_bytes: what a block of each kind stores of a micro-batch, for each kind of checkpointing.
     """
 
     conflicts: dict[tuple[object, ...], JinguError | None] = field(default_factory=dict)
     settings: dict[tuple[object, ...], ParallelSettings] = field(default_factory=dict)
+    schedules: dict[tuple[int, int], list[_Schedule]] = field(default_factory=dict)
     loads: dict[tuple[object, ...], _Load] = field(default_factory=dict)
     data_times: dict[tuple[object, ...], tuple[dict[int, DataTime], float]] = field(default_factory=dict)
     model_times: dict[tuple[object, ...], float] = field(default_factory=dict)
@@ -111,15 +112,13 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _Load:
-    """What a schedule with a number of micro-batches costs, for micro-batches of any size.
+    """What a schedule with a number of micro-batches stores, for micro-batches of any size.
 
     Attributes:
-        slowdown: lower bound of the time of a step, relative to the computation.
         stages: of each distinct stage, the kinds of blocks with their number times that of micro-batches in flight, and
             the number of stage buffers.
     """
 
-    slowdown: float
     stages: tuple[tuple[dict[BlockSizes, float], float], ...]
 
     def num_bytes(self, block_bytes: dict[BlockSizes, float], buffer_bytes: float) -> float:
@@ -352,15 +351,37 @@ def _reason(error: JinguError) -> str:
     )
 
 
-@cache
-def _schedules(pipeline: int, layers: int) -> tuple[tuple[str, int | str], ...]:
-    """Return all schedules of a pipeline, each with its number of stages per rank."""
-    if pipeline == 1:
-        return (("1f1b", "auto"),)
-    several = range(2, layers // pipeline + 1)
-    schedules: list[tuple[str, int | str]] = [("gpipe", "auto"), ("1f1b", "auto"), ("zbv", "auto")]
-    schedules += [("interleaved", number) for number in several]
-    return (*schedules, *(("zero_bubble", number) for number in (1, *several)))
+class _Schedule(NamedTuple):
+    """A schedule of a pipeline.
+
+    Attributes:
+        slowdown: lower bound of the time of a step, relative to the computation.
+        stages: number of stages per rank.
+    """
+
+    slowdown: float
+    name: str
+    stages: int | str
+
+
+def _schedules(base: Workload, cell: _Cell, machine: Machine, result: SearchResult) -> list[_Schedule]:
+    """Return all schedules for the pipeline and the micro-batches of a cell, in the order of their slowdown."""
+    pipeline, spec = int(cell.settings.pipeline), base.spec
+    key = (pipeline, cell.accumulation)
+    if key not in result.cache.schedules:
+        several = range(2, ((spec.num_encoder_layers or 0) + spec.num_layers) // pipeline + 1)
+        names: list[tuple[str, int | str]] = [("1f1b", "auto")]
+        if pipeline > 1:
+            names += [("gpipe", "auto"), ("zbv", "auto"), *(("interleaved", number) for number in several)]
+            names += [("zero_bubble", number) for number in (1, *several)]
+        sizes = replace(base.sizes, pipeline=pipeline)
+        schedules = []
+        for name, stages in names:
+            settings = _change(cell.settings, result, pipeline_schedule=name, stages_per_rank=stages)
+            work = replace(base, sizes=sizes, parallel=settings, accumulation=cell.accumulation)
+            schedules.append(_Schedule(1 + _idle_bound(work, machine) / cell.accumulation, name, stages))
+        result.cache.schedules[key] = sorted(schedules, key=lambda schedule: schedule.slowdown)
+    return result.cache.schedules[key]
 
 
 @cache
@@ -392,33 +413,32 @@ def _search_cell(
     Args:
         first_only: whether to try only 1F1B, with as much of the state sharded as possible.
     """
-    first, kind, spec = cell.settings, cell.checkpointing.type, base.spec
+    first, kind = cell.settings, cell.checkpointing.type
     pipeline, tensor, context, expert = (int(getattr(first, axis)) for axis in _MODEL_AXES)
-    schedules = _schedules(pipeline, (spec.num_encoder_layers or 0) + spec.num_layers)
     usable = machine.usable_bytes / memory_margin(machine)
     sizes = AxisSizes(pipeline, 1, cell.data, context, tensor, expert)
     buffer_bytes = boundary_bytes(_layout(base, cell, sizes, first))
     plans: list[Plan] = []
-    for schedule, stages in [("1f1b", "auto")] if first_only else schedules:
+    for slowdown, schedule, stages in _schedules(base, cell, machine, result):
+        if cell.bound * slowdown > limit:
+            break
+        if first_only and schedule != "1f1b":
+            continue
         place = (pipeline, schedule, stages, cell.accumulation)
         key = (*place, kind, expert > 1)
         if result.cache.conflicts.get(key) is not None and not _is_valid(base, key, result):
             continue
-        # 1. What does not depend on ZeRO: bounds of time and memory, validity.
+        # What does not depend on ZeRO: bounds of memory and time, validity.
         load = result.cache.loads.get(place)
-        if load is not None:
-            if cell.bound * load.slowdown > limit:
-                continue
-            if load.num_bytes(cell.block_bytes, buffer_bytes) > usable:
-                result.rejections["out of memory"] += 1
-                continue
+        if load is not None and load.num_bytes(cell.block_bytes, buffer_bytes) > usable:
+            result.rejections["out of memory"] += 1
+            continue
         settings = _change(first, result, pipeline_schedule=schedule, stages_per_rank=stages)
         work = _layout(base, cell, sizes, settings)
-        slowdown = 1 + _idle_bound(work, machine) / cell.accumulation
-        if cell.bound * slowdown > limit or not _is_valid(work, key, result):
+        if not _is_valid(work, key, result):
             continue
         if load is None:
-            result.cache.loads[place] = _Load(slowdown, tuple(_in_flight(work, stage) for stage in work.stages))
+            result.cache.loads[place] = _Load(tuple(_in_flight(work, stage) for stage in work.stages))
         times = _cell_time(work, machine)
         if times.seconds > limit:
             continue
