@@ -10,6 +10,8 @@ import re
 import sys
 from pathlib import Path
 
+from jingu.errors import JinguError
+
 # Headings of the page, by module.
 TITLES = {
     "infer": "Generation with SmolLM2-135M, prompts of 100 tokens, 2 threads",
@@ -106,7 +108,11 @@ def main() -> None:
         sys.exit(f"There is no benchmark {unknown[0]}. The benchmarks are {', '.join(TITLES)}.")
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else HEAD
     for name, argument in arguments.items():
-        section = run_benchmark(name, argument)
+        try:
+            section = run_benchmark(name, argument)
+        except JinguError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            sys.exit(2)
         print(section, flush=True)
         # A part of the work, or the rows of another file, are not those of the page.
         if argument != "tiny" and not (argument and Path(argument).exists()):

@@ -7,10 +7,14 @@ bench/planning/; the head of each file names its source.
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf, nan
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
@@ -301,38 +305,86 @@ def mixtures(row: Row) -> list[Case]:
     return [Case(table, table, work, find_machine(row["machine"]), seconds)]
 
 
+# Columns of the general form: software, machine and model; sizes of the axes; further settings; measurements.
+AXES_OF_COLUMNS = {
+    "pp": "pipeline",
+    "dp": "replicate",
+    "fsdp": "shard",
+    "cp": "context",
+    "tp": "tensor",
+    "ep": "expert",
+}
+MEASUREMENTS = ("iter_s", "mem_gib")
+GENERAL_COLUMNS = (
+    *("table", "software", "machine", "nic_gbs", "model", "layers", "hidden", "heads", "vocab", "seq"),
+    *(*AXES_OF_COLUMNS, "zero", "mbs", "gbs", "recompute", "schedule", "chunks"),
+    *(*MEASUREMENTS, "fits"),
+)
+
+
 def general(row: Row) -> list[Case]:
     """Return a row of a table with columns of its own names, which any published run can be written in.
 
     `software` and `machine` are names of the planner's libraries. The model is a preset (`model`), or a GPT of
     `layers`, `hidden`, `heads` and `vocab`. Sizes of axes that are not given are 1. Measured are `iter_s`, `mem_gib`,
     or `fits` (yes or no).
+
+    Raises:
+        JinguError: a cell is missing or wrong, or nothing was measured.
     """
-
-    def number(key: str, default: int) -> int:
-        return int(float(row.get(key) or default))
-
-    sequence = number("seq", 2048)
+    sequence = _count(row, "seq", 2048)
     if row.get("model"):
         spec = replace_fields(find_preset(row["model"]), max_position_embeddings=sequence)
     else:
-        spec = gpt(*whole(row, "layers", "hidden", "heads"), sequence, number("vocab", 51200))
-    axes = {"tensor": "tp", "pipeline": "pp", "context": "cp", "shard": "fsdp", "replicate": "dp", "expert": "ep"}
-    parallel: dict[str, Any] = {"zero_stage": number("zero", 3 if number("fsdp", 1) > 1 else 0)}
+        spec = gpt(*(_count(row, key) for key in ("layers", "hidden", "heads")), sequence, _count(row, "vocab", 51200))
+    sizes = {axis: _count(row, column, 1) for column, axis in AXES_OF_COLUMNS.items()}
+    zero = _count(row, "zero", 3 if sizes["shard"] > 1 else 0, least=0)
+    parallel: dict[str, Any] = {"zero_stage": zero}
     if row.get("schedule"):
-        parallel |= {"pipeline_schedule": row["schedule"], "stages_per_rank": number("chunks", 0) or "auto"}
-    sizes = {axis: number(key, 1) for axis, key in axes.items()}
-    micro = number("mbs", 1)
-    rows = number("gbs", micro * sizes["shard"] * sizes["replicate"])
+        stages = _count(row, "chunks") if row.get("chunks") else "auto"
+        parallel |= {"pipeline_schedule": row["schedule"], "stages_per_rank": stages}
+    micro, data = _count(row, "mbs", 1), sizes["shard"] * sizes["replicate"]
+    rows = _count(row, "gbs", micro * data)
+    if rows % (micro * data):
+        raise JinguError(f"{rows} sequences a step are no multiple of {micro} on each of {data} data-parallel ranks.")
     software = find_software(row["software"])
     work = workload(spec, sizes, micro, rows, software, row.get("recompute") or "none", **parallel)
     machine = find_machine(row["machine"])
     if row.get("nic_gbs"):
-        machine = machine.model_copy(update={"nic_gbs": float(row["nic_gbs"])})
-    seconds, gib = (float(row[key]) if row.get(key) else None for key in ("iter_s", "mem_gib"))
-    fits = {"yes": True, "no": False}.get((row.get("fits") or "").lower())
+        machine = machine.model_copy(update={"nic_gbs": _positive(row, "nic_gbs")})
+    seconds, gib = (_positive(row, key) if row.get(key) else None for key in MEASUREMENTS)
+    fits = {"yes": True, "no": False, "": None}.get((row.get("fits") or "").lower(), "")
+    if fits == "":
+        raise JinguError(f"it is {row['fits']!r}, and should be yes or no.", where="fits")
+    if seconds is None and gib is None and fits is None:
+        raise JinguError("nothing was measured.", fix=f"Give {', '.join(MEASUREMENTS)} or fits.")
     name = row.get("table") or row["software"]
     return [Case(name, name, work, machine, seconds, gib, fits)]
+
+
+def _positive(row: Row, column: str) -> float:
+    """Return a positive number of a row."""
+    try:
+        value = float(row.get(column) or "")
+    except ValueError:
+        value = nan
+    if not 0 < value < inf:
+        raise JinguError(f"it is {row.get(column) or 'empty'}, and should be a positive number.", where=column)
+    return value
+
+
+def _count(row: Row, column: str, default: int | None = None, *, least: int = 1) -> int:
+    """Return an integer of a row; without a default, the cell must not be empty."""
+    text = row.get(column) or ""
+    if not text and default is not None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = nan
+    if not least <= value < inf or value != int(value):
+        raise JinguError(f"it is {text or 'empty'}, and should be an integer of at least {least}.", where=column)
+    return int(value)
 
 
 # The tables by columns that only they have together.
@@ -353,7 +405,7 @@ def read_cases(path: Path) -> list[Case]:
     """Return the cases of a CSV file, or of all files of a folder that have the columns of a table.
 
     Raises:
-        JinguError: a file does not exist, or has the columns of no table.
+        JinguError: a file does not exist, or has the columns of no table; or a row of it is wrong.
     """
     if path.is_dir():
         return [case for file in sorted(path.glob("*.csv")) if _reader(file) for case in read_cases(file)]
@@ -363,7 +415,23 @@ def read_cases(path: Path) -> list[Case]:
     if reader is None:
         forms = "; ".join(", ".join(columns) for columns, _ in TABLES)
         raise JinguError("it has the columns of no known table.", where=path, fix=f"Tables are known by: {forms}.")
-    return [case for row in read_rows(path) for case in reader(row)]
+    rows = read_rows(path)
+    unread = [column for column in rows[0] if column not in GENERAL_COLUMNS]
+    if reader is general and unread:
+        print(f"{path}: columns that are not read: {', '.join(map(str, unread))}.", file=sys.stderr)
+    return [case for number, row in enumerate(rows, 1) for case in _read_row(reader, row, path, number)]
+
+
+def _read_row(reader: Callable[[Row], list[Case]], row: Row, path: Path, number: int) -> list[Case]:
+    """Return the cases of a row; errors name the row."""
+    try:
+        return reader(row)
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}."
+    except (JinguError, ValueError) as error:
+        what = str(error)
+    raise JinguError(f"row {number}: {what}", where=path)
 
 
 def _reader(path: Path) -> Callable[[Row], list[Case]] | None:

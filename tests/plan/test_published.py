@@ -8,6 +8,7 @@ from statistics import fmean
 
 import pytest
 
+from bench.__main__ import main
 from bench.planning import calibrated, fit_without, memory_error, predict_fit, run, time_errors
 from bench.planning_rows import FOLDER, Case, gpt, read_cases, read_rows, workload
 from jingu.errors import JinguError
@@ -105,3 +106,52 @@ def test_rows_that_were_not_fitted_are_predicted(table: str) -> None:
     unseen, after = LIMITS[table]
     assert fmean(map(abs, time_errors(cases, efficiency))) < unseen
     assert fmean(map(abs, calibrated(cases, efficiency))) < after
+
+
+ROW = {"software": "megatron-core", "machine": "H100", "model": "llama-3-8b", "seq": "8192", "mbs": "1", "dp": "8"}
+
+
+def write_row(folder: Path, changes: dict[str, str]) -> Path:
+    row = ROW | {"gbs": "128", "iter_s": "12"} | changes
+    path = folder / "rows.csv"
+    path.write_text(",".join(row) + "\n" + ",".join(row.values()) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"iter_s": "fast"}, "row 1: iter_s: it is fast, and should be a positive number"),
+        ({"iter_s": "-1"}, "row 1: iter_s: it is -1"),
+        ({"mem_gib": "nan"}, "row 1: mem_gib: it is nan"),
+        ({"iter_s": ""}, "row 1: nothing was measured"),
+        ({"fits": "maybe"}, "row 1: fits: it is 'maybe'"),
+        ({"gbs": "127"}, "row 1: 127 sequences a step are no multiple of 1 on each of 8"),
+        ({"tp": "2.5"}, "row 1: tp: it is 2.5, and should be an integer"),
+        ({"dp": "0"}, "row 1: dp: it is 0"),
+        ({"model": ""}, "row 1: layers: it is empty"),
+        ({"model": "llama-9"}, "row 1: .*llama-9"),
+        ({"software": "megatron"}, "row 1: .*no training system megatron"),
+        ({"recompute": "some"}, "row 1: type: Input should be 'none', 'selective' or 'full'"),
+        ({"schedule": "dual"}, "row 1: pipeline_schedule: Input should be 'gpipe'"),
+    ],
+)
+def test_a_wrong_row_is_named(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    with pytest.raises(JinguError, match=message):
+        read_cases(write_row(tmp_path, changes))
+
+
+def test_a_column_that_is_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (case,) = read_cases(write_row(tmp_path, {"recomputation": "full"}))
+    assert case.seconds == 12
+    assert "columns that are not read: recomputation" in capsys.readouterr().err
+
+
+def test_the_command_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", f"planning={write_row(tmp_path, {'dp': '0'})}"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("planning: ")
