@@ -185,7 +185,7 @@ def _loss_moments(
 
 
 def least_memory(work: Workload, data: int, usable: float) -> tuple[float, float]:
-    """Return lower bounds of the memory of the fullest GPU for any ZeRO: with offloaded state, and with all state.
+    """Return lower bounds of the memory of the fullest GPU for any ZeRO: without state, and with all of it.
 
     Args:
         data: number of data-parallel ranks.
@@ -201,7 +201,7 @@ def least_memory(work: Workload, data: int, usable: float) -> tuple[float, float
         if max(of_block, of_loss) > usable:
             return max(of_block, of_loss), max(of_block, of_loss)
         largest.append((stage, of_block, of_loss))
-    soft, offloaded, total = work.software, 0.0, 0.0
+    soft, temporary, total = work.software, 0.0, 0.0
     parallel = work.parallel.model_copy(update={"zero_stage": 3, "shard": data, "replicate": 1})
     sharded = replace(work, parallel=parallel, sizes=replace(work.sizes, shard=data, replicate=1))
     for stage, of_block, of_loss in largest:
@@ -216,10 +216,10 @@ def least_memory(work: Workload, data: int, usable: float) -> tuple[float, float
         fullest = max(
             of_block + min(whole, copies_of_weights.in_block), of_loss + min(whole, copies_of_weights.in_loss)
         )
-        offloaded = max(offloaded, fullest)
+        temporary = max(temporary, fullest)
         # Shards of experts along another dim may be rounded up less.
         total = max(total, fullest + 0.98 * state)
-    return offloaded, total
+    return temporary, total
 
 
 def fullest_stage(work: Workload) -> tuple[Stage, RankMemory]:

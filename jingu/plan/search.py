@@ -228,10 +228,10 @@ def _evaluate(
         if seconds + optimizer_seconds(work, times.slowest, machine) > limit:
             return None, False
         result.num_estimates += 1
-        memory = rest = host_bytes = 0.0
+        memory = temporary = host_bytes = 0.0
         for stage in work.stages:
             of_stage = stage_memory(work, stage)
-            memory, rest = max(memory, of_stage.total), max(rest, of_stage.total - of_stage.state)
+            memory, temporary = max(memory, of_stage.total), max(temporary, of_stage.total - of_stage.state)
             host_bytes = max(host_bytes, sum(of_stage.host.values()))
             # Other stages cannot change the answer.
             if memory - usable > max(0.0, result.nearest[0]):
@@ -246,9 +246,9 @@ def _evaluate(
         result.rejections["out of memory"] += 1
         if memory - usable < result.nearest[0]:
             result.nearest = (memory - usable, describe_layout(work))
-        # Offload cannot help if the rest without the offloaded state is already too large.
-        if rest > usable:
-            return None, rest * ROUNDING > usable
+        # Offload cannot help if what is not state is already too large.
+        if temporary > usable:
+            return None, temporary * ROUNDING > usable
     return None, memory * ROUNDING > usable
 
 
@@ -571,11 +571,11 @@ def _cell_time(work: Workload, machine: Machine) -> _CellTime:
 def _bound_memory(work: Workload, machine: Machine, result: SearchResult) -> Literal["fits", "offloads", "too large"]:
     """Return whether a layout of a cell with one schedule may fit, only with offload, or not at all."""
     usable = machine.usable_bytes / memory_margin(machine)
-    offloaded, least = least_memory(work, work.sizes.data, usable)
-    if offloaded > usable or (least > usable and machine.is_shared):
+    temporary, least = least_memory(work, work.sizes.data, usable)
+    if temporary > usable or (least > usable and machine.is_shared):
         result.rejections["out of memory"] += 1
-        if offloaded - usable < result.smallest[0]:
-            result.smallest = (offloaded - usable, describe_layout(work))
+        if temporary - usable < result.smallest[0]:
+            result.smallest = (temporary - usable, describe_layout(work))
         return "too large"
     return "fits" if least <= usable else "offloads"
 
