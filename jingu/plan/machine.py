@@ -236,7 +236,9 @@ def _host_gib() -> float:
 
 def find_gpu(title: str) -> Machine | None:
     """Return the library's machine of a GPU, by the device name of its driver; None if the library lacks it."""
-    names = [name for name in machine_library() if all(part in title.lower() for part in name.split("-"))]
+    # Numbers must be whole ones: `a40` is no part of A4000, but `910b` is one of 910B2.
+    patterns = {name: [rf"(?<!\d){part}(?!(?<=\d)\d)" for part in name.split("-")] for name in machine_library()}
+    names = [name for name, parts in patterns.items() if all(re.search(part, title.lower()) for part in parts)]
     return machine_library()[max(names, key=len)] if names else None
 
 

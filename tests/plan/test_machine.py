@@ -8,7 +8,7 @@ import pytest
 
 from jingu.cli import main
 from jingu.errors import JinguError
-from jingu.plan.machine import find_machine
+from jingu.plan.machine import find_gpu, find_machine
 from tests.mistakes import explain_mistake
 
 
@@ -82,6 +82,33 @@ def test_this_machine_is_measured() -> None:
 )
 def test_machines_have_the_names_that_people_write(written: str, name: str) -> None:
     assert find_machine(written).name == name
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GB10", "gb10"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("Ascend910B2", "ascend-910b"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA RTX A2000", None),
+    ],
+)
+def test_a_gpu_is_the_one_that_its_driver_names(title: str, name: str | None) -> None:
+    machine = find_gpu(title)
+    assert (machine.name if machine else None) == name
 
 
 def test_consumer_cards_have_a_usual_main_memory_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
