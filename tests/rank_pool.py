@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,26 @@ class RankPool:
             store = str(Path(folder) / "store")
             for rank in range(world):
                 self._workers[rank][1].send((_address(function), rank, world, store, arguments, keywords))
-            answers = [self._receive(rank) for rank in range(world)]
-        failed = [(rank, text) for rank, (good, text) in enumerate(answers) if not good]
+            answers = self._receive_all(world)
+        failed = [(rank, text) for rank, (good, text) in sorted(answers.items()) if not good]
         if failed:
             # A rank that fails leaves the others waiting in a collective: the first cause is the shortest story.
             self.close()
             raise RankError("\n".join(f"rank {rank} of {world}:\n{text}" for rank, text in failed))
-        return [value for _, value in answers]
+        return [answers[rank][1] for rank in range(world)]
+
+    def _receive_all(self, world: int) -> dict[int, tuple[bool, Any]]:
+        """Answers by rank, in the order in which they come: the others may wait for a rank that has died."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        ranks = {self._workers[rank][1]: rank for rank in range(world)}
+        while ranks:
+            ready = wait(list(ranks), self._timeout)
+            for pipe in ready or list(ranks):
+                rank = ranks.pop(pipe)
+                answers[rank] = self._receive(rank) if ready else (False, f"no answer in {self._timeout:.0f} s")
+                if not self._workers[rank][0].is_alive():
+                    return answers
+        return answers
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
         process, pipe = self._workers[rank]
@@ -81,6 +94,7 @@ class RankPool:
             if pipe.poll(self._timeout):
                 return pipe.recv()
         except EOFError:
+            process.join(self._timeout)
             return False, f"the process died with exit code {process.exitcode}"
         return False, f"no answer in {self._timeout:.0f} s"
 
