@@ -355,7 +355,7 @@ def general(row: Row) -> list[Case]:
     seconds, gib = (_positive(row, key) if row.get(key) else None for key in MEASUREMENTS)
     fits = {"yes": True, "no": False, "": None}.get((row.get("fits") or "").lower(), "")
     if fits == "":
-        raise JinguError(f"it is {row['fits']!r}, and should be yes or no.", where="fits")
+        raise JinguError(f"it is {row['fits']}, and should be yes or no.", where="fits")
     if seconds is None and gib is None and fits is None:
         raise JinguError("nothing was measured.", fix=f"Give {', '.join(MEASUREMENTS)} or fits.")
     name = row.get("table") or row["software"]
@@ -416,20 +416,22 @@ def read_cases(path: Path) -> list[Case]:
         forms = "; ".join(", ".join(columns) for columns, _ in TABLES)
         raise JinguError("it has the columns of no known table.", where=path, fix=f"Tables are known by: {forms}.")
     rows = read_rows(path)
-    unread = [column for column in rows[0] if column not in GENERAL_COLUMNS]
+    unread = [column for column in rows[0] if column is not None and column not in GENERAL_COLUMNS]
     if reader is general and unread:
-        print(f"{path}: columns that are not read: {', '.join(map(str, unread))}.", file=sys.stderr)
+        print(f"{path}: columns that are not read: {', '.join(unread)}.", file=sys.stderr)
     return [case for number, row in enumerate(rows, 1) for case in _read_row(reader, row, path, number)]
 
 
 def _read_row(reader: Callable[[Row], list[Case]], row: Row, path: Path, number: int) -> list[Case]:
     """Return the cases of a row; errors name the row."""
+    if None in row or None in row.values():
+        raise JinguError(f"row {number}: it has more or fewer cells than there are columns.", where=path)
     try:
         return reader(row)
     except ValidationError as error:
         (first, *_) = error.errors()
         what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}."
-    except (JinguError, ValueError) as error:
+    except (JinguError, ArithmeticError, ValueError) as error:
         what = str(error)
     raise JinguError(f"row {number}: {what}", where=path)
 

@@ -358,7 +358,7 @@ def describe_rejection(result: SearchResult, reason: str) -> str:
         example = f"the nearest layout is short by {format_bytes(missing_bytes)} per rank: {layout}"
         if isinf(missing_bytes):
             excess, layout = result.smallest
-            example = f"the activations alone exceed a rank's memory by {format_bytes(excess)} or more: {layout}"
+            example = f"every layout exceeds a rank's memory, this one by {format_bytes(excess)} or more: {layout}"
     return f"{reason}: {example}"
 
 

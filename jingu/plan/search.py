@@ -93,7 +93,7 @@ class SearchResult:
         rejections: number of rejected layouts by reason; examples: one example for each reason.
         cache: results that layouts share.
         nearest: the layout that is short of the least memory: missing bytes and description.
-        smallest: the same for activations alone, of layouts that are rejected by these before they are estimated.
+        smallest: the same for lower bounds, of layouts that are rejected by these before they are estimated.
     """
 
     best: list[Plan]
@@ -572,10 +572,11 @@ def _bound_memory(work: Workload, machine: Machine, result: SearchResult) -> Lit
     """Return whether a layout of a cell with one schedule may fit, only with offload, or not at all."""
     usable = machine.usable_bytes / memory_margin(machine)
     temporary, least = least_memory(work, work.sizes.data, usable)
-    if temporary > usable or (least > usable and machine.is_shared):
+    excess = (least if machine.is_shared else temporary) - usable
+    if excess > 0:
         result.rejections["out of memory"] += 1
-        if temporary - usable < result.smallest[0]:
-            result.smallest = (temporary - usable, describe_layout(work))
+        if excess < result.smallest[0]:
+            result.smallest = (excess, describe_layout(work))
         return "too large"
     return "fits" if least <= usable else "offloads"
 

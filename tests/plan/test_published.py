@@ -125,7 +125,7 @@ def write_row(folder: Path, changes: dict[str, str]) -> Path:
         ({"iter_s": "-1"}, "row 1: iter_s: it is -1"),
         ({"mem_gib": "nan"}, "row 1: mem_gib: it is nan"),
         ({"iter_s": ""}, "row 1: nothing was measured"),
-        ({"fits": "maybe"}, "row 1: fits: it is 'maybe'"),
+        ({"fits": "maybe"}, "row 1: fits: it is maybe"),
         ({"gbs": "127"}, "row 1: 127 sequences a step are no multiple of 1 on each of 8"),
         ({"tp": "2.5"}, "row 1: tp: it is 2.5, and should be an integer"),
         ({"dp": "0"}, "row 1: dp: it is 0"),
@@ -139,6 +139,14 @@ def write_row(folder: Path, changes: dict[str, str]) -> Path:
 def test_a_wrong_row_is_named(tmp_path: Path, changes: dict[str, str], message: str) -> None:
     with pytest.raises(JinguError, match=message):
         read_cases(write_row(tmp_path, changes))
+
+
+@pytest.mark.parametrize("cells", ["10", "1,2,3"])
+def test_a_row_has_as_many_cells_as_columns(tmp_path: Path, cells: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"iter_ms,mem_mib,dp\n{cells}\n" if cells == "10" else f"software,machine\n{cells}\n")
+    with pytest.raises(JinguError, match="row 1: it has more or fewer cells"):
+        read_cases(path)
 
 
 def test_a_column_that_is_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
