@@ -99,7 +99,8 @@ def test_no_layout_fits(tiny_run, tmp_path, monkeypatch, capsys):
         choose_layout(tiny_run(), 1009)
     # Too little memory.
     monkeypatch.setattr("jingu.runtime.device.total_memory", lambda _: 2**10)
-    with pytest.raises(JinguError, match=r"every layout exceeds a rank's memory, this one by [1-9]\S* [kMGT]?B or more: "):
+    message = r"every layout exceeds a rank's memory, this one by [1-9]\S* [kMGT]?B or more: "
+    with pytest.raises(JinguError, match=message):
         choose_layout(tiny_run(), 2)
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(tiny_run()), encoding="utf-8")
