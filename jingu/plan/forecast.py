@@ -18,9 +18,10 @@ from jingu.model.parameter_table import parameter_sizes
 from jingu.model.spec import ModelSpec
 from jingu.parallel.mesh import AXES, AxisSizes
 from jingu.plan.intervals import Interval, memory_margin, plan_interval
+from jingu.plan.layouts import describe_layout
 from jingu.plan.machine import Machine
 from jingu.plan.memory import RankMemory, fullest_stage
-from jingu.plan.search import SearchResult, describe_layout
+from jingu.plan.search import SearchResult
 from jingu.plan.serving import ServingPlan
 from jingu.plan.software import Software
 from jingu.plan.step_time import step_time

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import product
 from math import ceil, inf
 from typing import Literal, NamedTuple
@@ -22,12 +21,19 @@ from jingu.config.batch_plan import divisors
 from jingu.config.sections.parallel import HostOffloadSettings, NoOffloadSettings, ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.errors import JinguError
-from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
-from jingu.parallel.stages import check_layout
+from jingu.parallel.mesh import AxisSizes
 from jingu.plan.activations import block_activations, boundary_bytes, num_stage_buffers
 from jingu.plan.data_parallel import DataTime, data_loads, data_seconds, data_time
 from jingu.plan.in_flight import moments_in_flight, stages_of_rank
 from jingu.plan.intervals import memory_margin
+from jingu.plan.layouts import (
+    data_divisions,
+    describe_layout,
+    layout_conflict,
+    model_divisions,
+    rejection_reason,
+    schedule_names,
+)
 from jingu.plan.machine import Machine
 from jingu.plan.memory import least_memory, stage_memory
 from jingu.plan.step_time import (
@@ -70,9 +76,9 @@ class _Cache:
     """Results that many layouts of a search share.
 
     Attributes:
-        conflicts: those of `_conflict`; settings: those of `_change`; schedules: those of `_schedules`; loads: the
-            loads of schedules; data_times: the collectives of a stage; model_times: seconds of a micro-batch;
-            block_bytes: what a block of each kind stores of a micro-batch, for each kind of checkpointing.
+        conflicts: those of `layout_conflict`; settings: those of `_change`; schedules: those of `_schedules`.
+        loads: the loads of schedules; data_times: the collectives of a stage; model_times: seconds of a micro-batch.
+        block_bytes: what a block of each kind stores of a micro-batch, for each kind of checkpointing.
     """
 
     conflicts: dict[tuple[object, ...], JinguError | None] = field(default_factory=dict)
@@ -164,11 +170,11 @@ def search_layouts(base: Workload, ranks: int, machine: Machine, rows: int, *, b
     """
     result = SearchResult([])
     draft = SearchResult([], cache=result.cache)
-    divisions = list(_divisions(base, ranks, result))
+    divisions = list(model_divisions(base, ranks, result.reject))
     # 1. Layouts that are likely to fit give an upper bound, so that far slower ones need not be estimated.
     limit = inf
     seconds: list[float] = []
-    for cell in _sort_cells(_cells(base, divisions, rows, machine, draft, first_only=True)):
+    for cell in sorted(_cells(base, divisions, rows, machine, draft, first_only=True), key=lambda cell: cell.bound):
         if cell.bound > limit:
             break
         plans = _search_cell(base, cell, machine, draft, limit, first_only=True)
@@ -176,7 +182,7 @@ def search_layouts(base: Workload, ranks: int, machine: Machine, rows: int, *, b
         limit = seconds[-1] if len(seconds) == best else inf
     # 2. All layouts.
     top: list[Plan] = []
-    for cell in _sort_cells(_cells(base, divisions, rows, machine, result, limit)):
+    for cell in sorted(_cells(base, divisions, rows, machine, result, limit), key=lambda cell: cell.bound):
         if cell.bound > limit:
             break
         top += _search_cell(base, cell, machine, result, limit)
@@ -252,10 +258,6 @@ def _evaluate(
     return None, memory * ROUNDING > usable
 
 
-def _sort_cells(cells: Iterator[_Cell]) -> list[_Cell]:
-    return sorted(cells, key=lambda cell: cell.bound)
-
-
 def _cells(
     base: Workload,
     divisions: list[ParallelSettings],
@@ -316,41 +318,6 @@ def _cells(
                 yield _Cell(bound, settings, data, micro, accumulation, _CHECKPOINTING[kind], block_bytes)
 
 
-def _divisions(base: Workload, ranks: int, result: SearchResult) -> Iterator[ParallelSettings]:
-    """Yield all divisions of the model over ranks: pipeline, tensor, context and experts."""
-    spec = base.spec
-    layers = (spec.num_encoder_layers or 0) + spec.num_layers
-    experts = [1] if spec.experts is None else divisors(spec.experts.num_experts)
-    for pipeline, tensor, context in product(divisors(ranks), repeat=3):
-        # A rank of `context` needs a token.
-        if ranks % (pipeline * tensor * context) or context > base.sequence:
-            continue
-        if pipeline > layers:
-            result.reject("fewer blocks than stages", f"{layers} blocks over {pipeline} stages")
-            continue
-        data = ranks // (pipeline * tensor * context)
-        for expert, method in product(experts, ("ulysses", "ring") if context > 1 else ("ulysses",)):
-            if data * context % expert:
-                continue
-            update: dict[str, object] = {"pipeline": pipeline, "tensor": tensor, "context": context, "expert": expert}
-            update |= {"context_method": method, "shard": data, "replicate": 1, "zero_stage": 1}
-            settings = base.parallel.model_copy(update=update)
-            try:
-                resolve_axis_sizes(settings, ranks, spec)
-            except JinguError as error:
-                result.reject(_reason(error), f"{error.what}")
-                continue
-            yield settings
-
-
-def _reason(error: JinguError) -> str:
-    """Return the kind of an error, without its numbers."""
-    where = str(error.where or "layout").rpartition(".")[2]
-    return {"tensor": "heads or dims do not divide", "context": "heads do not divide"}.get(
-        where, f"{where} does not fit"
-    )
-
-
 class _Schedule(NamedTuple):
     """A schedule of a pipeline.
 
@@ -369,26 +336,14 @@ def _schedules(base: Workload, cell: _Cell, machine: Machine, result: SearchResu
     pipeline, spec = int(cell.settings.pipeline), base.spec
     key = (pipeline, cell.accumulation)
     if key not in result.cache.schedules:
-        several = range(2, ((spec.num_encoder_layers or 0) + spec.num_layers) // pipeline + 1)
-        names: list[tuple[str, int | str]] = [("1f1b", "auto")]
-        if pipeline > 1:
-            names += [("gpipe", "auto"), ("zbv", "auto"), *(("interleaved", number) for number in several)]
-            names += [("zero_bubble", number) for number in (1, *several)]
         sizes = replace(base.sizes, pipeline=pipeline)
         schedules = []
-        for name, stages in names:
+        for name, stages in schedule_names(pipeline, (spec.num_encoder_layers or 0) + spec.num_layers):
             settings = _change(cell.settings, result, pipeline_schedule=name, stages_per_rank=stages)
             work = replace(base, sizes=sizes, parallel=settings, accumulation=cell.accumulation)
             schedules.append(_Schedule(1 + _idle_bound(work, machine) / cell.accumulation, name, stages))
         result.cache.schedules[key] = sorted(schedules, key=lambda schedule: schedule.slowdown)
     return result.cache.schedules[key]
-
-
-@cache
-def _data_divisions(data: int, context: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return the stages of ZeRO, each with the numbers of ranks that share the state beside those of `context`."""
-    shards = tuple(shard for shard in reversed(divisors(data)) if shard * context > 1)
-    return ((0, (1,)), *((zero, shards) for zero in (1, 2, 3) if shards))
 
 
 @dataclass(frozen=True)
@@ -474,7 +429,7 @@ def _search_divisions(
     hidden = 0.0 if machine.is_shared else work.software.overlap * sum(passes)
     if times.seconds + max(0.0, least - hidden) > limit:
         return plans
-    for zero, shards in _data_divisions(data_ranks, context):
+    for zero, shards in data_divisions(data_ranks, context):
         for shard in shards[:1] if first_only else shards:
             data = data_times.get(shard)
             if data is None:
@@ -588,34 +543,8 @@ def _is_valid(work: Workload, key: tuple[object, ...], result: SearchResult) -> 
         key: what decides that. Many layouts share it, so it is checked once.
     """
     if key not in result.cache.conflicts:
-        result.cache.conflicts[key] = _conflict(work)
+        result.cache.conflicts[key] = layout_conflict(work)
     error = result.cache.conflicts[key]
     if error is not None:
-        result.reject(_reason(error), error.what)
+        result.reject(rejection_reason(error), error.what)
     return error is None
-
-
-def _conflict(work: Workload) -> JinguError | None:
-    """Return the error of an invalid layout; None if it is valid."""
-    try:
-        check_layout(work.parallel, work.checkpointing.type, work.spec, work.sizes, work.accumulation)
-    except JinguError as error:
-        return error
-    return None
-
-
-def describe_layout(work: Workload) -> str:
-    """Return a short description of a layout."""
-    settings = work.parallel
-    parts = [str(work.sizes), f"ZeRO {settings.zero_stage}", f"micro-batch {work.micro_batch}"]
-    if work.sizes.expert > 1:
-        parts.insert(1, f"{work.sizes.expert} expert")
-    if work.sizes.pipeline > 1:
-        parts.append(settings.pipeline_schedule)
-    if work.sizes.context > 1:
-        parts.append(settings.context_method)
-    if work.checkpointing.type != "none":
-        parts.append(f"{work.checkpointing.type} recomputation")
-    if settings.offload.type != "none":
-        parts.append(f"offload to {settings.offload.type}")
-    return ", ".join(parts)

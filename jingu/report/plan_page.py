@@ -14,8 +14,8 @@ from markupsafe import Markup
 from jingu.errors import JinguError
 from jingu.formatting import memory_unit
 from jingu.plan.forecast import Forecast, print_forecast
+from jingu.plan.layouts import describe_layout
 from jingu.plan.memory import stage_memory
-from jingu.plan.search import describe_layout
 from jingu.plan.step_time import matmuls
 from jingu.plan.timeline import Pass, Timeline, simulate_pipeline
 from jingu.report.bars import BAR_LEFT, BAR_RIGHT, ROW, draw_bars

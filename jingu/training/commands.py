@@ -25,8 +25,8 @@ from jingu.formats.run_inputs import RunInputs
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.stages import plan_layout
 from jingu.plan.forecast import describe_rejection, layout_settings
+from jingu.plan.layouts import describe_layout
 from jingu.plan.machine import nominal_machine
-from jingu.plan.search import describe_layout
 from jingu.plan.workload import Workload
 from jingu.runtime.collective_stop import CollectiveStop
 from jingu.runtime.device import find_device_type
